@@ -15,15 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.cuda.launch import INTERPRETED, MAX_TILES, chain, counters, items_per_program, wait_if_chained
-from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
+from app.engine.cuda.launch import MAX_TILES, chain, counters, dot_size, items_per_program, operand, wait_if_chained
+from app.engine.device.base import AttentionMask, AttentionMetadata, Heads, LayerKv
 
 LOG2_E = tl.constexpr(log2(e))
 TILE_ROWS = 16
 """Query rows that share a tile, so one pass over K and V. Each row takes `group` rows of the tile's matrix."""
-MIN_DOT = 16
-"""Least number of rows of Triton's matrix product."""
-SEARCHED_SEQS = 128
+SEARCHED_SEQS = tl.constexpr(128)
 """Sequences that a tile searches at a time for its own."""
 MAX_SPLITS = 16
 COMBINED_PARTIALS = 32
@@ -67,56 +65,47 @@ class Tile(NamedTuple):
     waves: int
 
 
-def default_tile(group: int, dtype: torch.dtype, head_dim: int, *, plain: bool) -> Tile:
+def default_tile(heads: Heads, dtype: torch.dtype, *, plain: bool) -> Tile:
     """Return the variant that is launched unless another was faster.
 
     Triton keeps as many tiles of K and V in flight as `stages` less two. With three it waits for each tile as soon as
     it has asked for it. Partial results of a tile of many rows are dear, because `combine` reads them in fp32.
     """
-    narrow, wide = dtype.itemsize <= 2, head_dim > 128
+    narrow, wide = dtype.itemsize <= 2, heads.head_dim > 128
     if plain:
         return Tile((64 if narrow else 32) // (2 if wide else 1), 4 if narrow or not wide else 8, stages=5, waves=2)
     if narrow and not wide:
-        return Tile(32, 4 if TILE_ROWS * group <= 64 else 8, stages=5, waves=1)
+        return Tile(32, 4 if TILE_ROWS * heads.num_heads <= 64 * heads.num_kv_heads else 8, stages=5, waves=1)
     return Tile(16 if wide and not narrow else 32, 8, stages=3, waves=1)
 
 
 def geometry(
     query_lens: Sequence[int],
-    group: int,
-    kv_heads: int,
+    heads: Heads,
     dtype: torch.dtype,
     multiprocessors: int,
-    head_dim: int = 128,
     tile: Tile | None = None,
     *,
     fixed: bool = False,
     chained: bool = False,
 ) -> Geometry:
-    """Return the shape of a launch for sequences of `query_lens` rows, with `group` query heads a KV head.
+    """Return the shape of a launch for sequences of `query_lens` rows.
 
     In a graph these are the rows of its capture. If one has more than one row there, a replay may spread all rows over
     the sequences in any way. A `fixed` launch has the same tiles and chunks for any rows.
     """
     num_seqs, num_rows, plain = len(query_lens), sum(query_lens), max(query_lens) <= 1 and not fixed
-    narrow, wide = dtype.itemsize <= 2, head_dim > 128
+    narrow, wide = dtype.itemsize <= 2, heads.head_dim > 128
     # A head of more than 128 dims takes as many registers as the tile of a narrower one, and fp32 those of q thrice.
     # Fixed chunks take those of a sum next to the chunk's own.
     rows = 1 if plain else TILE_ROWS if narrow else TILE_ROWS // (8 if wide else 4 if fixed else 2)
-    tile = tile or default_tile(group, dtype, head_dim, plain=plain)
+    tile = tile or default_tile(heads, dtype, plain=plain)
     # Least number of tiles with work, but for padding.
     busy = max(1, sum(count > 0 for count in query_lens), num_rows // rows)
-    most = -(-tile.waves * multiprocessors // (busy * kv_heads))
-    return Geometry(
-        rows,
-        tiles=num_seqs if plain else num_seqs + num_rows // rows,
-        splits=most if fixed else 1 << (min(MAX_SPLITS, most).bit_length() - 1),
-        tokens=tile.tokens,
-        warps=tile.warps,
-        stages=tile.stages,
-        chunk=CHUNK if fixed else 0,
-        chained=chained,
-    )
+    most = -(-tile.waves * multiprocessors // (busy * heads.num_kv_heads))
+    tiles = num_seqs if plain else num_seqs + num_rows // rows
+    splits = most if fixed else 1 << (min(MAX_SPLITS, most).bit_length() - 1)
+    return Geometry(rows, tiles, splits, tile.tokens, tile.warps, tile.stages, CHUNK if fixed else 0, chained)
 
 
 def splits_of_chunks(launch: Geometry, numbers: int, tokens: int) -> tuple[int, int]:
@@ -142,8 +131,8 @@ def paged_attention(
     page_size, kv_heads = kv.k.shape[1:3]
     num_seqs, table_width = meta.page_table.shape
     group = heads // kv_heads
-    block_m = max(MIN_DOT, triton.next_power_of_2(launch.rows * group))
-    q, o = q_thd.contiguous(), torch.empty(num_rows, heads, dim, dtype=q_thd.dtype, device=q_thd.device)
+    block_m = dot_size(launch.rows * group)
+    q, o = q_thd.contiguous(), torch.empty_like(q_thd, memory_format=torch.contiguous_format)
     splits = num_partials = launch.splits
     if launch.chunk:
         splits, num_partials = splits_of_chunks(launch, q.numel(), table_width * page_size)
@@ -182,11 +171,8 @@ def paged_attention(
         IN_FLIGHT=in_flight,
         CAUSAL=mask.causal,
         WINDOW=mask.window or 0,
-        SINKS=sinks is not None,
-        UPCAST=INTERPRETED,
         BLOCK_M=block_m,
         BLOCK_N=launch.tokens,
-        BLOCK_S=SEARCHED_SEQS,
         num_warps=launch.warps,
         num_stages=launch.stages,
         **chain(on=launch.chained),
@@ -197,25 +183,22 @@ def paged_attention(
         combine[triton.cdiv(num_heads, block),](
             partials,
             sums,
-            counts,
+            counts if launch.chunk else None,
             sinks,
             o,
             num_heads,
             num_partials,
             HEADS=heads,
             DIM=dim,
-            COUNTED=launch.chunk > 0,
-            SINKS=sinks is not None,
             BLOCK=block,
             IN_FLIGHT=PARTIALS_IN_FLIGHT if launch.chunk else min(PARTIALS_IN_FLIGHT, splits),
-            num_warps=4,
             **chain(on=launch.chained),
         )
     return o
 
 
 @triton.jit
-def locate_tile(cu_q_ptr, kv_len_ptr, tile, num_seqs, ROWS: tl.constexpr, BLOCK_S: tl.constexpr):
+def locate_tile(cu_q_ptr, kv_len_ptr, tile, num_seqs, ROWS: tl.constexpr):
     """Return a tile's sequence, its first row there, and the sequence's first row of all, rows and tokens."""
     if ROWS == 1:
         seq = tile
@@ -224,8 +207,8 @@ def locate_tile(cu_q_ptr, kv_len_ptr, tile, num_seqs, ROWS: tl.constexpr, BLOCK_
         # The tiles of sequence i begin at query_start_loc[i] // ROWS + i. These are at least as many as it needs, and
         # the spare tiles have no rows.
         seq = -1
-        for block in range(0, num_seqs, BLOCK_S):
-            seqs = block + tl.arange(0, BLOCK_S)
+        for block in range(0, num_seqs, SEARCHED_SEQS):
+            seqs = block + tl.arange(0, SEARCHED_SEQS)
             first_tiles = tl.load(cu_q_ptr + seqs, mask=seqs < num_seqs, other=0) // ROWS + seqs
             seq += tl.sum(((first_tiles <= tile) & (seqs < num_seqs)).to(tl.int32))
         first = (tile - seq - tl.load(cu_q_ptr + seq) // ROWS) * ROWS
@@ -261,17 +244,14 @@ def attend(
     IN_FLIGHT: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
-    UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Compute a tile over one split of its sequence's tokens.
 
     A tile has ROWS query rows of one sequence by the GROUP query heads of a KV head. Row m of its matrix is query row
-    m // GROUP, head m % GROUP. WINDOW is 0 without a window. With SINKS each sum starts with a weight without a value.
+    m // GROUP, head m % GROUP. WINDOW is 0 without a window.
 
     With CHUNK 0 a split is one share of the tokens. Otherwise it is every n-th chunk of CHUNK tokens, counted from the
     sequence's first one. With IS_SPLIT programs store partial results (highest base-2 score, sum of weights, unscaled
@@ -281,7 +261,7 @@ def attend(
     wait_if_chained(CHAINED)
     split, kv_head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(0)
-    seq, first, first_q, q_len, kv_len = locate_tile(cu_q_ptr, kv_len_ptr, tile, num_seqs, ROWS, BLOCK_S)
+    seq, first, first_q, q_len, kv_len = locate_tile(cu_q_ptr, kv_len_ptr, tile, num_seqs, ROWS)
     if first >= q_len:
         return
 
@@ -290,9 +270,8 @@ def attend(
     is_row = (m < ROWS * GROUP) & (row < q_len)
     heads = (first_q + row).to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + m % GROUP
     dims = tl.arange(0, DIM)
-    q = tl.load(q_ptr + heads[:, None] * DIM + dims[None, :], mask=is_row[:, None], other=0.0)
-    if UPCAST:
-        q = q.to(tl.float32)
+    q = operand(tl.load(q_ptr + heads[:, None] * DIM + dims[None, :], mask=is_row[:, None], other=0.0))
+    sinks = None if sink_ptr is None else sink_ptr + kv_head * GROUP + m % GROUP
     position = kv_len - q_len + row
     past_rows = kv_len - q_len + tl.minimum(first + ROWS, q_len)
     if CAUSAL:
@@ -307,20 +286,16 @@ def attend(
         if not CAUSAL:
             sees = tl.minimum(sees, position + WINDOW)
             end = tl.minimum(end, past_rows - 1 + WINDOW)
-    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
-    if SINKS and not IS_SPLIT:
-        highest = tl.load(sink_ptr + kv_head * GROUP + m % GROUP) * LOG2_E
-        total += 1.0
+    highest, total, acc = no_tokens(None if IS_SPLIT else sinks, BLOCK_M, DIM)
     table = table_ptr + seq.to(tl.int64) * table_width
+    k, v = k_ptr + kv_head * DIM, v_ptr + kv_head * DIM
+    STRIDE: tl.constexpr = KV_HEADS * DIM
     if CHUNK == 0:
         share = tl.cdiv(tl.cdiv(end - start, BLOCK_N), num_splits) * BLOCK_N
+        begin, stop = start + split * share, tl.minimum(start + (split + 1) * share, end)
         highest, total, acc = over_tokens(
-            highest, total, acc, start + split * share, tl.minimum(start + (split + 1) * share, end),
-            q, k_ptr, v_ptr, table, kv_head, position, sees, scale,
-            KV_HEADS, DIM, PAGE, WINDOW, UPCAST, BLOCK_N,
-        )  # fmt: skip
+            highest, total, acc, begin, stop, q, k, v, table, position, sees, scale, STRIDE, DIM, PAGE, WINDOW, BLOCK_N
+        )
         if IS_SPLIT:
             store_partial(sum_ptr, partial_ptr, heads * num_partials + split, highest, total, acc, is_row, DIM)
     else:
@@ -329,14 +304,12 @@ def attend(
         if IS_SPLIT and split == 0:
             tl.store(count_ptr + heads, chunks + 0 * row, mask=is_row)
         for chunk in range(split, chunks, num_splits):
+            begin = tl.maximum((first_chunk + chunk) * CHUNK, start)
+            stop = tl.minimum((first_chunk + chunk + 1) * CHUNK, end)
+            h, t, a = no_tokens(None, BLOCK_M, DIM)
             its_highest, its_total, its_acc = over_tokens(
-                tl.full([BLOCK_M], float("-inf"), tl.float32),
-                tl.zeros([BLOCK_M], tl.float32),
-                tl.zeros([BLOCK_M, DIM], tl.float32),
-                tl.maximum((first_chunk + chunk) * CHUNK, start), tl.minimum((first_chunk + chunk + 1) * CHUNK, end),
-                q, k_ptr, v_ptr, table, kv_head, position, sees, scale,
-                KV_HEADS, DIM, PAGE, WINDOW, UPCAST, BLOCK_N,
-            )  # fmt: skip
+                h, t, a, begin, stop, q, k, v, table, position, sees, scale, STRIDE, DIM, PAGE, WINDOW, BLOCK_N
+            )
             if IS_SPLIT:
                 partial = heads * num_partials + chunk
                 store_partial(sum_ptr, partial_ptr, partial, its_highest, its_total, its_acc, is_row, DIM)
@@ -351,18 +324,23 @@ def attend(
         arrived = count_ptr + tile * KV_HEADS + kv_head
         if tl.atomic_add(arrived, 1, sem="acq_rel") == num_splits - 1:
             tl.store(arrived, 0)
-            highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK_M], tl.float32)
-            acc = tl.zeros([BLOCK_M, DIM], tl.float32)
-            if SINKS:
-                highest = tl.load(sink_ptr + kv_head * GROUP + m % GROUP) * LOG2_E
-                total += 1.0
-            for block in range(0, num_splits, IN_FLIGHT):
-                for i in tl.static_range(IN_FLIGHT):
-                    partial, is_partial = heads * num_partials + block + i, is_row & (block + i < num_splits)
-                    its_highest, its_total, its_acc = load_partial(sum_ptr, partial_ptr, partial, is_partial, DIM)
-                    highest, total, acc = fold(highest, total, acc, its_highest, its_total, its_acc)
+            highest, total, acc = no_tokens(sinks, BLOCK_M, DIM)
+            partial, count = heads * num_partials, tl.where(is_row, num_splits, 0)
+            total, acc = add_partials(
+                highest, total, acc, sum_ptr, partial_ptr, partial, count, num_splits, DIM, IN_FLIGHT
+            )
             tl.store(out, scaled(acc, total, o_ptr), mask=is_row[:, None])
+
+
+@triton.jit
+def no_tokens(sinks, M: tl.constexpr, DIM: tl.constexpr):
+    """Return (highest score, sum of weights, o) of heads [M] before any token. A sink is a weight without a value."""
+    highest = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    if sinks is not None:
+        highest = tl.load(sinks) * LOG2_E
+        total += 1.0
+    return highest, total, tl.zeros([M, DIM], tl.float32)
 
 
 @triton.jit
@@ -374,15 +352,20 @@ def store_partial(sum_ptr, partial_ptr, partial, highest, total, acc, is_row, DI
 
 
 @triton.jit
-def load_partial(sum_ptr, partial_ptr, partial, is_partial, DIM: tl.constexpr):
-    """Return what `store_partial` left, or what adds nothing.
+def add_partials(highest, total, acc, sum_ptr, partial_ptr, first, count, most, DIM, IN_FLIGHT):
+    """Return (sum of weights, o) of heads [M] with the `count` [M] partial results from `first` [M] on, in order.
 
     Reads bypass the multiprocessor's own cache, which may still have the partial results of an earlier launch.
     """
-    highest = tl.load(sum_ptr + 2 * partial, mask=is_partial, other=float("-inf"), cache_modifier=".cg")
-    total = tl.load(sum_ptr + 2 * partial + 1, mask=is_partial, other=0.0, cache_modifier=".cg")
-    o = partial_ptr + partial[:, None] * DIM + tl.arange(0, DIM)[None, :]
-    return highest, total, tl.load(o, mask=is_partial[:, None], other=0.0, cache_modifier=".cg")
+    for block in range(0, most, IN_FLIGHT):
+        for i in tl.static_range(IN_FLIGHT):
+            partial, inside = first + block + i, block + i < count
+            its_highest = tl.load(sum_ptr + 2 * partial, mask=inside, other=float("-inf"), cache_modifier=".cg")
+            its_total = tl.load(sum_ptr + 2 * partial + 1, mask=inside, other=0.0, cache_modifier=".cg")
+            o = partial_ptr + partial[:, None] * DIM + tl.arange(0, DIM)[None, :]
+            its_acc = tl.load(o, mask=inside[:, None], other=0.0, cache_modifier=".cg")
+            highest, total, acc = fold(highest, total, acc, its_highest, its_total, its_acc)
+    return total, acc
 
 
 @triton.jit
@@ -393,25 +376,7 @@ def scaled(acc, total, o_ptr):
 
 @triton.jit
 def over_tokens(
-    highest,
-    total,
-    acc,
-    start,
-    stop,
-    q,
-    k_ptr,
-    v_ptr,
-    table,
-    kv_head,
-    position,
-    sees,
-    scale,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    highest, total, acc, start, stop, q, k_ptr, v_ptr, table, position, sees, scale, STRIDE, DIM, PAGE, WINDOW, BLOCK_N
 ):
     """Return each row's highest score, sum of weights and unscaled o with the tokens [start, stop) of its sequence."""
     dims, columns = tl.arange(0, DIM), tl.arange(0, BLOCK_N)
@@ -419,12 +384,9 @@ def over_tokens(
         token = block + columns
         inside = token < stop
         page = tl.load(table + token // PAGE, mask=inside, other=0)
-        slot = ((page.to(tl.int64) * PAGE + token % PAGE) * KV_HEADS + kv_head) * DIM
-        k = tl.load(k_ptr + slot[None, :] + dims[:, None], mask=inside[None, :], other=0.0)
-        v = tl.load(v_ptr + slot[:, None] + dims[None, :], mask=inside[:, None], other=0.0)
-        if UPCAST:
-            k = k.to(tl.float32)
-            v = v.to(tl.float32)
+        slot = (page.to(tl.int64) * PAGE + token % PAGE) * STRIDE
+        k = operand(tl.load(k_ptr + slot[None, :] + dims[:, None], mask=inside[None, :], other=0.0))
+        v = operand(tl.load(v_ptr + slot[:, None] + dims[None, :], mask=inside[:, None], other=0.0))
         scores = tl.dot(q, k, input_precision="tf32x3") * scale
         visible = inside[None, :] & (token[None, :] < sees[:, None])
         if WINDOW:
@@ -465,30 +427,20 @@ def combine(
     num_partials,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    COUNTED: tl.constexpr,
-    SINKS: tl.constexpr,
     BLOCK: tl.constexpr,
     IN_FLIGHT: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Add the partial results of BLOCK heads in their order. With COUNTED each has a number of them."""
+    """Add the partial results of BLOCK heads in their order, all of them or each head's count."""
     wait_if_chained(CHAINED)
     head = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    dims = tl.arange(0, DIM)[None, :]
     inside = head < num_heads
     count = tl.where(inside, num_partials, 0)
-    if COUNTED:
+    if count_ptr is not None:
         count = tl.minimum(tl.load(count_ptr + head, mask=inside, other=0), num_partials)
-    highest = tl.full([BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    if SINKS:
-        highest = tl.load(sink_ptr + head % HEADS) * LOG2_E
-        total += 1.0
-    acc = tl.zeros([BLOCK, DIM], tl.float32)
-    for block in range(0, tl.max(count), IN_FLIGHT):
-        for i in tl.static_range(IN_FLIGHT):
-            partial, is_partial = head.to(tl.int64) * num_partials + block + i, block + i < count
-            its_highest, its_total, its_acc = load_partial(sum_ptr, partial_ptr, partial, is_partial, DIM)
-            highest, total, acc = fold(highest, total, acc, its_highest, its_total, its_acc)
-    out = o_ptr + head.to(tl.int64)[:, None] * DIM + dims
+    highest, total, acc = no_tokens(None if sink_ptr is None else sink_ptr + head % HEADS, BLOCK, DIM)
+    head = head.to(tl.int64)
+    partial, most = head * num_partials, tl.max(count)
+    total, acc = add_partials(highest, total, acc, sum_ptr, partial_ptr, partial, count, most, DIM, IN_FLIGHT)
+    out = o_ptr + head[:, None] * DIM + tl.arange(0, DIM)[None, :]
     tl.store(out, scaled(acc, total, o_ptr), mask=inside[:, None])

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.cuda import experts, gated_delta, integers, prefill, products, rows, timed_launches
@@ -17,14 +16,7 @@ from app.engine.cuda.prefill import Packed
 from app.engine.cuda.products import Product
 from app.engine.cuda.torch_backend import TorchCudaBackend
 from app.engine.cuda.tune import Measure, Question
-from app.engine.device.base import (
-    AttentionMask,
-    AttentionMetadata,
-    Heads,
-    LayerKv,
-    ProjectedRows,
-    Rotation,
-)
+from app.engine.device.base import AttentionMask, AttentionMetadata, Heads, LayerKv, ProjectedRows, Rotation
 from app.engine.device.graph import Graph
 from app.engine.device.moe import ExpertWeights, MoeConfig
 from app.engine.errors import UnsupportedError
@@ -101,20 +93,12 @@ class CudaBackend(TorchCudaBackend):
         """Return the shape of the launch. A graph holds that of its capture."""
         heads = Heads(q_thd.shape[1], *kv.k.shape[2:])
         plain = max(meta.query_lens) <= 1 and not self.batch_invariant
-        return geometry(
-            meta.query_lens,
-            heads.num_heads // heads.num_kv_heads,
-            heads.num_kv_heads,
-            kv.k.dtype,
-            self.multiprocessors,
-            heads.head_dim,
-            self.tiles.get(heads) if plain else None,
-            fixed=self.batch_invariant,
-            chained=self.chained,
-        )
+        tile, fixed = self.tiles.get(heads) if plain else None, self.batch_invariant
+        shape = meta.query_lens, heads, kv.k.dtype, self.multiprocessors
+        return geometry(*shape, tile, fixed=fixed, chained=self.chained)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rows.rms_norm(x, weight, eps, chained=self.chained)
+        return rows.add_rms_norm(x, None, weight, eps, chained=self.chained)[0]
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return rows.add_rms_norm(x, residual, weight, eps, chained=self.chained)
@@ -122,7 +106,7 @@ class CudaBackend(TorchCudaBackend):
     def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         variant = self._variant(x, gate_up, gated=True)
         if variant is None:
-            return self.linear(rows.silu_mul(F.linear(x, gate_up), chained=self.chained), down)
+            return self.linear(rows.silu_mul(self.linear(x, gate_up), chained=self.chained), down)
         return self.linear(products.linear(x, gate_up, variant, gated=True, chained=self.chained), down)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.cuda.launch import INTERPRETED, items_per_program
+from app.engine.cuda.launch import INTERPRETED, items_per_program, operand
 from app.engine.device.moe import SWIGLU_ALPHA, ExpertWeights, MoeConfig, by_expert, router_logits
 
-BLOCK_M = 16
+BLOCK_M = tl.constexpr(16)
 """Pairs of a tile: the least number of rows of Triton's matrix product."""
 
 
@@ -21,12 +21,9 @@ def mixture(x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
     """Return `Backend.moe`."""
     shares, chosen = routed(router_logits(x, weights), config)
     order, _, ends = by_expert(chosen, config.num_experts)
-    num_pairs, inner, hidden = chosen.numel(), config.intermediate_size, x.shape[1]
-    gated = torch.empty(num_pairs, inner, dtype=x.dtype, device=x.device)
-    _launch(x, weights.gate_up, weights.gate_up_bias, gated, order, ends, shares, config, gate=True)
-    out = torch.empty(num_pairs, hidden, dtype=x.dtype, device=x.device)
-    _launch(gated, weights.down, weights.down_bias, out, order, ends, shares, config, gate=False)
-    return out.view(-1, config.num_experts_per_tok, hidden).sum(dim=1)
+    gated = _multiply(x, weights.gate_up, weights.gate_up_bias, order, ends, None, config)
+    out = _multiply(gated, weights.down, weights.down_bias, order, ends, shares, config)
+    return out.view(-1, config.num_experts_per_tok, x.shape[1]).sum(dim=1)
 
 
 def routed(logits: Tensor, config: MoeConfig) -> tuple[Tensor, Tensor]:
@@ -37,41 +34,24 @@ def routed(logits: Tensor, config: MoeConfig) -> tuple[Tensor, Tensor]:
     chosen = torch.empty(num_rows, k, dtype=torch.int32, device=logits.device)
     rows = items_per_program(num_rows, on_gpu=4)
     route[triton.cdiv(num_rows, rows),](
-        logits,
-        shares,
-        chosen,
-        num_rows,
-        EXPERTS=num_experts,
-        TOP_K=k,
-        NORMED=config.norm_topk_prob,
-        ROWS=rows,
-        BLOCK_E=triton.next_power_of_2(num_experts),
-        BLOCK_K=triton.next_power_of_2(k),
-        num_warps=4,
+        logits, shares, chosen, num_rows, EXPERTS=num_experts, TOP_K=k, NORMED=config.norm_topk_prob, ROWS=rows
     )
     return shares, chosen
 
 
-def _launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    order: Tensor,
-    ends: Tensor,
-    shares: Tensor,
-    config: MoeConfig,
-    *,
-    gate: bool,
-) -> None:
-    num_pairs, columns = out.shape
+def _multiply(
+    x: Tensor, w: Tensor, bias: Tensor | None, order: Tensor, ends: Tensor, shares: Tensor | None, config: MoeConfig
+) -> Tensor:
+    """Return the SwiGLU of all pairs in sorted order, or with `shares` the weighted outputs in their own order."""
+    num_pairs, columns = len(order), w.shape[1] // (2 if shares is None else 1)
+    out = x.new_empty(num_pairs, columns)
     # Each expert that has pairs may have one tile that is not full.
-    tiles = min(num_pairs, min(num_pairs, config.num_experts) + num_pairs // BLOCK_M)
-    block_n = triton.next_power_of_2(columns) if INTERPRETED else 32 if gate else 64
+    tiles = min(num_pairs, min(num_pairs, config.num_experts) + num_pairs // BLOCK_M.value)
+    block_n = triton.next_power_of_2(columns) if INTERPRETED else 32 if shares is None else 64
     expert_rows[tiles, triton.cdiv(columns, block_n)](
         x,
-        weight,
-        weight if bias is None else bias,
+        w,
+        bias,
         out,
         order,
         ends,
@@ -80,18 +60,13 @@ def _launch(
         OUT=columns,
         TOP_K=config.num_experts_per_tok,
         EXPERTS=config.num_experts,
-        GATE=gate,
-        HAS_BIAS=bias is not None,
         LIMIT=config.swiglu_limit or 0.0,
         ALPHA=SWIGLU_ALPHA,
-        UPCAST=INTERPRETED,
-        BLOCK_E=triton.next_power_of_2(config.num_experts),
-        BLOCK_M=BLOCK_M,
         BLOCK_N=block_n,
         BLOCK_K=triton.next_power_of_2(x.shape[1]) if INTERPRETED else 64,
-        num_warps=4,
         num_stages=4,
     )
+    return out
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -104,10 +79,10 @@ def route(
     TOP_K: tl.constexpr,
     NORMED: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
 ):
     """Find the TOP_K largest of EXPERTS logits, and their softmax, for ROWS rows."""
+    BLOCK_E: tl.constexpr = triton.next_power_of_2(EXPERTS)
+    BLOCK_K: tl.constexpr = triton.next_power_of_2(TOP_K)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     experts, slots = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
     inside = (row < num_rows)[:, None] & (experts < EXPERTS)
@@ -145,23 +120,19 @@ def expert_rows(
     OUT: tl.constexpr,
     TOP_K: tl.constexpr,
     EXPERTS: tl.constexpr,
-    GATE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Compute BLOCK_N columns of a tile of pairs.
 
-    With GATE a pair reads its row of x, and the SwiGLU goes to the pair's index in sorted order. Without, a pair reads
-    that index, and its output times its weight goes to the pair's own row, [T, TOP_K] in order.
+    Without shares a pair reads its row of x, and the SwiGLU goes to the pair's index in sorted order. With shares a
+    pair reads that index, and its output times its share goes to the pair's own row, [T, TOP_K] in order.
     """
+    GATE: tl.constexpr = share_ptr is None
     tile = tl.program_id(0)
-    experts = tl.arange(0, BLOCK_E)
+    experts = tl.arange(0, triton.next_power_of_2(EXPERTS))
     ends = tl.load(ends_ptr + experts, mask=experts < EXPERTS, other=0)
     starts = tl.load(ends_ptr + experts - 1, mask=(experts > 0) & (experts < EXPERTS), other=0)
     tiles = tl.where(experts < EXPERTS, tl.cdiv(ends - starts, BLOCK_M), 0)
@@ -188,19 +159,15 @@ def expert_rows(
         x = tl.load(x_ptr + source[:, None] * IN + dims[None, :], mask=is_row[:, None] & inside[None, :], other=0.0)
         offset, is_weight = rows[None, :] * IN + dims[:, None], is_column[None, :] & inside[:, None]
         weight = tl.load(weight_ptr + offset, mask=is_weight, other=0.0)
-        if UPCAST:
-            x = x.to(tl.float32)
-            weight = weight.to(tl.float32)
+        x, weight = operand(x), operand(weight)
         acc += tl.dot(x, weight, input_precision="tf32x3")
         if GATE:
-            weight = tl.load(weight_ptr + offset + OUT * IN, mask=is_weight, other=0.0)
-            if UPCAST:
-                weight = weight.to(tl.float32)
+            weight = operand(tl.load(weight_ptr + offset + OUT * IN, mask=is_weight, other=0.0))
             up += tl.dot(x, weight, input_precision="tf32x3")
-    if HAS_BIAS:
+    if bias_ptr is not None:
         acc += tl.load(bias_ptr + rows, mask=is_column, other=0.0).to(tl.float32)[None, :]
     if GATE:
-        if HAS_BIAS:
+        if bias_ptr is not None:
             up += tl.load(bias_ptr + rows + OUT, mask=is_column, other=0.0).to(tl.float32)[None, :]
         if LIMIT > 0.0:
             acc = tl.minimum(acc, LIMIT)

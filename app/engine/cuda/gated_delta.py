@@ -6,7 +6,6 @@ rule, one after the other. It writes the state after the accepted ones, and none
 does not depend on the number of other rows. All counts are read on the device.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,13 +25,12 @@ def commit_and_verify(step: GatedDeltaStep) -> Tensor:
     num_seqs, (num_rows, width) = len(step.slots), step.inputs.shape
     num_heads, k_dim, v_dim = step.matrix.shape[1:]
     block, (before, channels) = step.pending.shape[1], step.conv.shape[1:]
-    keys = (channels - num_heads * v_dim) // 2
-    device = step.inputs.device
+    seqs = step.slots, step.next_slots, step.starts, step.counts, step.first_rows, step.first_rows.stride(0)
     # A sequence has as many rows as a block at most, and no more than there are.
     max_inputs = block + min(block, num_rows)
-    mixed = torch.empty(num_seqs, max_inputs, width, dtype=torch.float32, device=device)
-    accepted = torch.empty(num_seqs, dtype=torch.int32, device=device)
-    o = torch.zeros(num_rows, num_heads, v_dim, dtype=torch.float32, device=device)
+    mixed = step.matrix.new_empty(num_seqs, max_inputs, width)
+    accepted = step.counts.new_empty(num_seqs)
+    o = step.matrix.new_zeros(num_rows, num_heads, v_dim)
     columns = triton.next_power_of_2(width) if INTERPRETED else COLUMNS_OF_A_PROGRAM
     mix[num_seqs, triton.cdiv(width, columns)](
         step.inputs,
@@ -40,12 +38,7 @@ def commit_and_verify(step: GatedDeltaStep) -> Tensor:
         step.conv_weight,
         step.a_log,
         step.dt_bias,
-        step.slots,
-        step.next_slots,
-        step.starts,
-        step.counts,
-        step.first_rows,
-        step.first_rows.stride(0),
+        *seqs,
         step.conv,
         step.pending,
         step.num_tokens,
@@ -57,36 +50,26 @@ def commit_and_verify(step: GatedDeltaStep) -> Tensor:
         BLOCK=block,
         TAPS=before + 1,
         ROWS=triton.next_power_of_2(max_inputs),
-        BEFORE=triton.next_power_of_2(before),
         COLUMNS=columns,
-        num_warps=4,
     )
     heads = items_per_program(num_heads, on_gpu=1)
-    block_k, values = triton.next_power_of_2(k_dim), triton.next_power_of_2(v_dim)
+    values = triton.next_power_of_2(v_dim)
     if not INTERPRETED:
-        values = min(values, STATE_OF_A_PROGRAM // block_k)
+        values = min(values, STATE_OF_A_PROGRAM // triton.next_power_of_2(k_dim))
     recur[num_seqs, triton.cdiv(num_heads, heads), triton.cdiv(v_dim, values)](
         mixed,
         accepted,
-        step.slots,
-        step.next_slots,
-        step.starts,
-        step.counts,
-        step.first_rows,
-        step.first_rows.stride(0),
+        *seqs,
         step.matrix,
         step.num_tokens,
         o,
         max_inputs,
         k_dim**-0.5,
-        KEYS=keys,
         CHANNELS=channels,
         HEADS=num_heads,
-        GROUP=num_heads * k_dim // keys,
         K_DIM=k_dim,
         V_DIM=v_dim,
         BLOCK_H=heads,
-        BLOCK_K=block_k,
         BLOCK_V=values,
         num_warps=1,
     )
@@ -96,7 +79,7 @@ def commit_and_verify(step: GatedDeltaStep) -> Tensor:
 @triton.jit(do_not_specialize=["first_stride", "max_inputs"])
 def mix(
     input_ptr,
-    input_stride,
+    stride,
     weight_ptr,
     a_log_ptr,
     dt_bias_ptr,
@@ -117,7 +100,6 @@ def mix(
     BLOCK: tl.constexpr,
     TAPS: tl.constexpr,
     ROWS: tl.constexpr,
-    BEFORE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Write COLUMNS columns of `mixed` for one sequence, the inputs that its convolution sees, and its pending rows.
@@ -142,16 +124,16 @@ def mix(
     sees_before = is_channel & (is_new == 0)
     before_ptr = conv_ptr + slot * ((TAPS - 1) * CHANNELS)
     rows_ptr = pending_ptr + slot * (BLOCK * WIDTH)
-    new_ptr = input_ptr + first * input_stride
+    new_ptr = input_ptr + first * stride
 
     row = tl.arange(0, ROWS)
     x = tl.zeros([ROWS, COLUMNS], tl.float32)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for tap in tl.static_range(TAPS):
+        index = row + tap
         x = inputs_at(
-            row + tap, before_ptr, rows_ptr, new_ptr, input_stride, accepted, count, column, sees_before, CHANNELS,
-            WIDTH, TAPS,
-        )  # fmt: skip
+            index, before_ptr, rows_ptr, new_ptr, stride, accepted, count, column, sees_before, CHANNELS, WIDTH, TAPS
+        )
         weight = tl.load(weight_ptr + column * TAPS + tap, mask=is_channel, other=0.0).to(tl.float32)
         total += x * weight[None, :]
     # The last tap met the row itself.
@@ -165,13 +147,13 @@ def mix(
     out = mixed_ptr + (seq.to(tl.int64) * max_inputs + row)[:, None] * WIDTH + column[None, :]
     tl.store(out, mixed, mask=(row < accepted + count)[:, None] & inside[None, :])
 
-    before = tl.arange(0, BEFORE)
+    before = tl.arange(0, triton.next_power_of_2(TAPS - 1))
+    index = accepted + before
     last_inputs = inputs_at(
-        accepted + before, before_ptr, rows_ptr, new_ptr, input_stride, accepted, count, column, sees_before, CHANNELS,
-        WIDTH, TAPS,
-    )  # fmt: skip
+        index, before_ptr, rows_ptr, new_ptr, stride, accepted, count, column, sees_before, CHANNELS, WIDTH, TAPS
+    )
     is_new_row = (row < count)[:, None] & inside[None, :]
-    new = tl.load(new_ptr + row[:, None] * input_stride + column[None, :], mask=is_new_row, other=0.0)
+    new = tl.load(new_ptr + row[:, None] * stride + column[None, :], mask=is_new_row, other=0.0)
     tl.debug_barrier()  # other threads of this program read what is overwritten here
     out = conv_ptr + (next_slot * (TAPS - 1) + before)[:, None] * CHANNELS + column[None, :]
     tl.store(out, last_inputs.to(conv_ptr.dtype.element_ty), mask=(before < TAPS - 1)[:, None] & is_channel[None, :])
@@ -181,18 +163,7 @@ def mix(
 
 @triton.jit
 def inputs_at(
-    index,
-    before_ptr,
-    pending_ptr,
-    new_ptr,
-    new_stride,
-    accepted,
-    count,
-    column,
-    sees_before,
-    CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TAPS: tl.constexpr,
+    index, before_ptr, pending_ptr, new_ptr, new_stride, accepted, count, column, sees_before, CHANNELS, WIDTH, TAPS
 ):
     """Return columns of the inputs at `index` in order, in fp32. The TAPS - 1 before the accepted ones come first."""
     row = index - (TAPS - 1)
@@ -221,14 +192,11 @@ def recur(
     o_ptr,
     max_inputs,
     scale,
-    KEYS: tl.constexpr,
     CHANNELS: tl.constexpr,
     HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Commit and verify BLOCK_V columns of BLOCK_H heads of one sequence. Padding keeps the outputs that it has."""
@@ -245,12 +213,14 @@ def recur(
         tl.store(num_tokens_ptr + next_slot, start)
 
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    k_dim, v_dim = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    k_dim, v_dim = tl.arange(0, triton.next_power_of_2(K_DIM)), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_head = head < HEADS
     is_key, is_value = is_head[:, None] & (k_dim < K_DIM)[None, :], is_head[:, None] & (v_dim < V_DIM)[None, :]
     inside = is_key[:, :, None] & is_value[:, None, :]
     entry = (head[:, None, None] * K_DIM + k_dim[None, :, None]) * V_DIM + v_dim[None, None, :]
     size: tl.constexpr = HEADS * K_DIM * V_DIM
+    KEYS: tl.constexpr = (CHANNELS - HEADS * V_DIM) // 2
+    GROUP: tl.constexpr = HEADS * K_DIM // KEYS
     state = tl.load(matrix_ptr + slot * size + entry, mask=inside & (is_new == 0), other=0.0)
 
     WIDTH: tl.constexpr = CHANNELS + 2 * HEADS

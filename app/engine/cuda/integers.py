@@ -7,9 +7,9 @@ from torch import Tensor
 
 from app.engine.cuda.launch import items_per_program
 
-ROWS_BLOCK = 128
-EMBED_BLOCK = 1024
-SEQS_BLOCK = 32
+ROWS_BLOCK = tl.constexpr(128)
+EMBED_BLOCK = tl.constexpr(1024)
+SEQS_BLOCK = tl.constexpr(32)
 
 
 def positions_and_slots(
@@ -18,35 +18,16 @@ def positions_and_slots(
     """Return `Backend.positions_and_slots`."""
     num_rows = len(row_numbers)
     positions, slot_mapping = (torch.empty(num_rows, dtype=torch.int32, device=seq_ids.device) for _ in range(2))
-    locate_rows[triton.cdiv(num_rows, ROWS_BLOCK),](
-        seq_ids,
-        position_offsets,
-        page_table,
-        positions,
-        slot_mapping,
-        num_rows,
-        page_table.shape[1],
-        PAGE=page_size,
-        BLOCK=ROWS_BLOCK,
-        num_warps=4,
+    locate_rows[triton.cdiv(num_rows, ROWS_BLOCK.value),](
+        seq_ids, position_offsets, page_table, positions, slot_mapping, num_rows, page_table.shape[1], PAGE=page_size
     )
     return positions, slot_mapping
 
 
 @triton.jit(do_not_specialize=["num_rows", "table_width"])
-def locate_rows(
-    seq_ptr,
-    offset_ptr,
-    table_ptr,
-    position_ptr,
-    slot_ptr,
-    num_rows,
-    table_width,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Compute positions and slots of BLOCK rows."""
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+def locate_rows(seq_ptr, offset_ptr, table_ptr, position_ptr, slot_ptr, num_rows, table_width, PAGE: tl.constexpr):
+    """Compute positions and slots of ROWS_BLOCK rows."""
+    rows = tl.program_id(0) * ROWS_BLOCK + tl.arange(0, ROWS_BLOCK)
     inside = rows < num_rows
     seq = tl.load(seq_ptr + rows, mask=inside, other=0)
     position = tl.load(offset_ptr + seq, mask=inside, other=0) + rows
@@ -60,17 +41,8 @@ def embed_blocks(anchors: Tensor, mask_token_id: int, block_size: int, embedding
     num_rows, size = len(anchors) * block_size, embedding.shape[1]
     out = torch.empty(num_rows, size, dtype=embedding.dtype, device=embedding.device)
     rows = items_per_program(num_rows, on_gpu=1)
-    embed[triton.cdiv(num_rows, rows), triton.cdiv(size, EMBED_BLOCK)](
-        anchors,
-        embedding,
-        out,
-        num_rows,
-        mask_token_id,
-        BLOCK_SIZE=block_size,
-        SIZE=size,
-        ROWS=rows,
-        BLOCK=EMBED_BLOCK,
-        num_warps=4,
+    embed[triton.cdiv(num_rows, rows), triton.cdiv(size, EMBED_BLOCK.value)](
+        anchors, embedding, out, num_rows, mask_token_id, block_size, SIZE=size, ROWS=rows
     )
     return out
 
@@ -85,11 +57,10 @@ def embed(
     BLOCK_SIZE: tl.constexpr,
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """Copy BLOCK columns of ROWS rows."""
+    """Copy EMBED_BLOCK columns of ROWS rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    columns = tl.program_id(1) * EMBED_BLOCK + tl.arange(0, EMBED_BLOCK)[None, :]
     inside = (row < num_rows)[:, None] & (columns < SIZE)
     anchor = tl.load(anchor_ptr + row // BLOCK_SIZE, mask=row < num_rows, other=0)
     token = tl.where(row % BLOCK_SIZE == 0, anchor, mask_token).to(tl.int64)
@@ -116,7 +87,6 @@ def verify(
         num_seqs,
         WIDTH=width,
         SEQS=seqs,
-        BLOCK=triton.next_power_of_2(width),
         num_warps=1,
     )
     return out
@@ -124,21 +94,12 @@ def verify(
 
 @triton.jit(do_not_specialize=["num_seqs"])
 def accept(
-    choice_ptr,
-    draft_ptr,
-    first_ptr,
-    num_ptr,
-    draft_of_ptr,
-    out_ptr,
-    num_seqs,
-    WIDTH: tl.constexpr,
-    SEQS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    choice_ptr, draft_ptr, first_ptr, num_ptr, draft_of_ptr, out_ptr, num_seqs, WIDTH: tl.constexpr, SEQS: tl.constexpr
 ):
     """Verify SEQS sequences."""
     seq = tl.program_id(0) * SEQS + tl.arange(0, SEQS)
     inside = seq < num_seqs
-    columns = tl.arange(0, BLOCK)[None, :]
+    columns = tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
     first = tl.load(first_ptr + seq, mask=inside, other=0)[:, None]
     num_drafts = tl.load(num_ptr + seq, mask=inside, other=0)[:, None]
     draft_row = tl.load(draft_of_ptr + seq, mask=inside, other=0).to(tl.int64)[:, None]
@@ -162,35 +123,16 @@ def advance_by_accepted(
     seq_lens: Tensor,
 ) -> None:
     """Apply `Backend.advance_by_accepted`."""
-    num_seqs = len(prev_row)
-    advance[triton.cdiv(num_seqs, SEQS_BLOCK),](
-        verified,
-        prev_row,
-        token_ids,
-        anchor_rows,
-        position_offsets,
-        seq_lens,
-        num_seqs,
-        WIDTH=verified.shape[1] - 1,
-        BLOCK=SEQS_BLOCK,
-        num_warps=1,
-    )
+    num_seqs, operands = len(prev_row), (verified, prev_row, token_ids, anchor_rows, position_offsets, seq_lens)
+    advance[triton.cdiv(num_seqs, SEQS_BLOCK.value),](*operands, num_seqs, WIDTH=verified.shape[1] - 1, num_warps=1)
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
 def advance(
-    verified_ptr,
-    prev_row_ptr,
-    token_ptr,
-    anchor_row_ptr,
-    offset_ptr,
-    kv_len_ptr,
-    num_seqs,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    verified_ptr, prev_row_ptr, token_ptr, anchor_row_ptr, offset_ptr, kv_len_ptr, num_seqs, WIDTH: tl.constexpr
 ):
-    """Advance BLOCK sequences."""
-    seq = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """Advance SEQS_BLOCK sequences."""
+    seq = tl.program_id(0) * SEQS_BLOCK + tl.arange(0, SEQS_BLOCK)
     prev_row = tl.load(prev_row_ptr + seq, mask=seq < num_seqs, other=-1).to(tl.int64)
     follows = prev_row >= 0
     result = verified_ptr + prev_row * (WIDTH + 1)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from app.engine.cuda import products, rows
+from app.engine.cuda import products
 from app.engine.cuda.backend import CudaBackend
 from app.engine.device.base import AttentionMask, AttentionMetadata
 
@@ -32,6 +32,3 @@ class InvariantCudaBackend(CudaBackend):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return products.fixed_linear(x, weight, bias, self.multiprocessors, chained=self.chained)
-
-    def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        return self.linear(rows.silu_mul(self.linear(x, gate_up), chained=self.chained), down)

@@ -95,10 +95,8 @@ def _kernel() -> Callable[..., Any]:
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """Return causal attention of one sequence, whose rows are the last of its tokens."""
-    rows, tokens = (
-        torch.arange(len(k) - len(q), len(k), device=q.device)[:, None],
-        torch.arange(len(k), device=q.device),
-    )
+    tokens = torch.arange(len(k), device=q.device)
+    rows = tokens[len(k) - len(q) :, None]
     sees = (tokens <= rows) & (tokens > rows - (window or len(k)))
     q, k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1).transpose(0, 1) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=sees).transpose(0, 1)

@@ -15,12 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.cuda.launch import INTERPRETED, MAX_TILES, chain, counters, wait_if_chained
+from app.engine.cuda.launch import MAX_TILES, chain, counters, dot_size, operand, wait_if_chained
 from app.engine.errors import UnsupportedError
 
 MAX_ROWS = 64
-MIN_DOT = 16
-"""Least number of columns of Triton's matrix product."""
 SHARED_MEMORY = 227 << 10
 """Bytes of a program on sm_90."""
 ROWS = (1, 16, 32, MAX_ROWS)
@@ -50,14 +48,9 @@ FIXED_MAX_SPLITS = 8
 
 def fits(variant: Product, out_features: int, in_features: int, num_rows: int, *, gated: bool) -> bool:
     """Return True if K is whole tiles in each of its splits, and the tiles in flight have room in 16 bits."""
-    shared = 2 * variant.stages * variant.depth * (variant.rows * (1 + gated) + columns_of(num_rows))
+    shared = 2 * variant.stages * variant.depth * (variant.rows * (1 + gated) + dot_size(num_rows))
     tiles = triton.cdiv(out_features, variant.rows)
     return in_features % (variant.splits * variant.depth) == 0 and shared <= SHARED_MEMORY and tiles <= MAX_TILES
-
-
-def columns_of(num_rows: int) -> int:
-    columns: int = max(MIN_DOT, triton.next_power_of_2(num_rows))
-    return columns
 
 
 Key = tuple[int, int, bool, int]
@@ -77,7 +70,7 @@ def linear(x: Tensor, weight: Tensor, variant: Product, *, gated: bool = False, 
     """
     num_rows, in_features = x.shape
     assert num_rows <= MAX_ROWS and fits(variant, len(weight) // (1 + gated), in_features, num_rows, gated=gated)
-    return _launch(x, weight, None, variant, columns_of(num_rows), gated=gated, chained=chained)
+    return _launch(x, weight, None, variant, dot_size(num_rows), gated=gated, chained=chained)
 
 
 def fixed_variant(weight: Tensor, multiprocessors: int) -> Product:
@@ -127,9 +120,9 @@ def _launch(
     num_rows, in_features = x.shape
     out_features = len(weight) // (1 + gated)
     tiles, row_tiles = triton.cdiv(out_features, variant.rows), triton.cdiv(num_rows, columns)
-    out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
-    partials, arrived, is_split = out, out, variant.splits > 1 and not one_program
-    if is_split:
+    out = x.new_empty(num_rows, out_features)
+    partials, arrived = None, None
+    if is_split := variant.splits > 1 and not one_program:
         shape = (row_tiles * tiles, variant.splits, 1 + gated, variant.rows, columns)
         partials = torch.empty(shape, dtype=torch.float32, device=x.device)
         arrived = counters(x.device)
@@ -137,7 +130,7 @@ def _launch(
     product[row_tiles, tiles, variant.splits if is_split else 1](  # neighbouring programs share a tile of W
         x.contiguous(),
         weight,
-        out if bias is None else bias,
+        bias,
         out,
         partials,
         arrived,
@@ -146,10 +139,7 @@ def _launch(
         in_features,
         variant.splits,
         GATED=gated,
-        IS_SPLIT=is_split,
         LOOPS=variant.splits > 1 and one_program,
-        HAS_BIAS=bias is not None,
-        UPCAST=INTERPRETED,
         BLOCK_M=columns,
         BLOCK_N=variant.rows,
         BLOCK_K=variant.depth,
@@ -173,10 +163,7 @@ def product(
     in_features,
     splits,
     GATED: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
     LOOPS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -209,23 +196,24 @@ def product(
         if GATED:
             prefetch(share_of_w, inside + out_features, in_features, steps * BLOCK_K, BLOCK_N * 2)
     wait_if_chained(CHAINED)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if LOOPS:
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for share in range(splits):
             offset = share * steps * BLOCK_K
-            its_acc, its_up = sum_over_share(
-                x + offset, w + offset, up_of_w + offset, is_row, is_column, steps, GATED, UPCAST,
-                BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
+            its_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            its_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            its_acc, its_up = add_share(
+                its_acc, its_up, x + offset, w + offset, up_of_w + offset, is_row, is_column, steps, GATED, BLOCK_K
+            )
             acc += its_acc
             if GATED:
                 up += its_up
     else:
-        acc, up = sum_over_share(x, w, up_of_w, is_row, is_column, steps, GATED, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K)
+        acc, up = add_share(acc, up, x, w, up_of_w, is_row, is_column, steps, GATED, BLOCK_K)
 
     is_last = True
-    if IS_SPLIT:
+    if partial_ptr is not None:
         size = BLOCK_N * BLOCK_M * (1 + GATED)
         index = row_tile * tl.num_programs(1) + tile
         partial = partial_ptr + (index * splits).to(tl.int64) * size
@@ -245,7 +233,7 @@ def product(
                     up += tl.load(partial + other * size + BLOCK_N * BLOCK_M, cache_modifier=".cg")
             tl.store(arrived_ptr + index, 0)
     if is_last:
-        if HAS_BIAS:
+        if bias_ptr is not None:
             acc += tl.load(bias_ptr + column, mask=column < out_features, other=0.0).to(tl.float32)[:, None]
         if GATED:
             acc = acc / (1.0 + tl.exp(-acc)) * up
@@ -267,33 +255,14 @@ def prefetch(w_ptr, row, in_features, count, ROWS: tl.constexpr):
 
 
 @triton.jit
-def sum_over_share(
-    x,
-    w,
-    up_of_w,
-    is_row,
-    is_column,
-    steps,
-    GATED: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Return the sums over `steps` tiles of K, in their order, and those of the second half of W with GATED."""
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+def add_share(acc, up, x, w, up_of_w, is_row, is_column, steps, GATED: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return the sums with `steps` tiles of K, in their order, and those of the second half of W with GATED."""
     for _ in range(steps):
-        x_tile = tl.load(x, mask=is_row, other=0.0)
-        w_tile = tl.load(w, mask=is_column, other=0.0)
-        if UPCAST:
-            x_tile = x_tile.to(tl.float32)
-            w_tile = w_tile.to(tl.float32)
+        x_tile = operand(tl.load(x, mask=is_row, other=0.0))
+        w_tile = operand(tl.load(w, mask=is_column, other=0.0))
         acc = tl.dot(w_tile, x_tile, acc, input_precision="tf32x3")
         if GATED:
-            up_tile = tl.load(up_of_w, mask=is_column, other=0.0)
-            if UPCAST:
-                up_tile = up_tile.to(tl.float32)
+            up_tile = operand(tl.load(up_of_w, mask=is_column, other=0.0))
             up = tl.dot(up_tile, x_tile, up, input_precision="tf32x3")
             up_of_w += BLOCK_K
         w += BLOCK_K

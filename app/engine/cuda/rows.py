@@ -9,47 +9,26 @@ import triton.language as tl
 from torch import Tensor
 
 from app.engine.cuda.launch import chain, items_per_program, wait_if_chained
-from app.engine.device.base import ContextRows, LayerKv, ProjectedRows, Rotation
+from app.engine.device.base import ContextRows, ProjectedRows
 
 VECTORS_PER_PROGRAM = 8
-SILU_BLOCK = 1024
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, chained: bool = False) -> Tensor:
-    """Return RMSNorm over the last axis."""
-    rows = x.contiguous()
-    out = torch.empty_like(rows)
-    _norm(rows, rows, weight, out, out, eps, has_residual=False, chained=chained)
-    return out
+SILU_BLOCK = tl.constexpr(1024)
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, chained: bool = False
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, chained: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return (rms_norm(x + residual), x + residual). The norm is of the rounded sum."""
-    rows = x.contiguous()
-    out, total = torch.empty_like(rows), torch.empty_like(rows)
-    _norm(rows, residual.contiguous(), weight, out, total, eps, has_residual=True, chained=chained)
-    return out, total
+    """Return (RMSNorm of x + residual over the last axis, x + residual). The norm is of the rounded sum.
 
-
-def _norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    total: Tensor,
-    eps: float,
-    *,
-    has_residual: bool,
-    chained: bool,
-) -> None:
-    size = x.shape[-1]
+    Without a residual the norm is of x, and there is no sum.
+    """
+    out, size = torch.empty_like(x, memory_format=torch.contiguous_format), x.shape[-1]
+    total = out if residual is None else torch.empty_like(out)
     num_vectors, block = x.numel() // size, triton.next_power_of_2(size)
     vectors = items_per_program(num_vectors, on_gpu=1)
     norm[triton.cdiv(num_vectors, vectors),](
-        x,
-        residual,
+        x.contiguous(),
+        None if residual is None else residual.contiguous(),
         weight,
         out,
         total,
@@ -57,11 +36,10 @@ def _norm(
         eps,
         SIZE=size,
         VECTORS=vectors,
-        BLOCK=block,
-        HAS_RESIDUAL=has_residual,
         num_warps=min(16, max(1, block // 512)),
         **chain(on=chained),
     )
+    return out, total
 
 
 @triton.jit(do_not_specialize=["num_vectors"])
@@ -75,18 +53,16 @@ def norm(
     eps,
     SIZE: tl.constexpr,
     VECTORS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Normalise VECTORS vectors of SIZE numbers."""
     wait_if_chained(CHAINED)
     vector = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)
-    columns = tl.arange(0, BLOCK)[None, :]
+    columns = tl.arange(0, triton.next_power_of_2(SIZE))[None, :]
     inside = (vector < num_vectors)[:, None] & (columns < SIZE)
     offset = vector.to(tl.int64)[:, None] * SIZE + columns
     x = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         x += tl.load(residual_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         total = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + offset, total, mask=inside)
@@ -99,28 +75,19 @@ def norm(
 def silu_mul(gate_up: Tensor, *, chained: bool = False) -> Tensor:
     """Return silu(gate) * up `[T, I]` of `[T, 2I]`, gate first."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(num_rows, size, dtype=gate_up.dtype, device=gate_up.device)
+    out = gate_up.new_empty(num_rows, size)
     rows = items_per_program(num_rows, on_gpu=1)
-    gated[triton.cdiv(num_rows, rows), triton.cdiv(size, SILU_BLOCK)](
-        gate_up.contiguous(), out, num_rows, SIZE=size, ROWS=rows, BLOCK=SILU_BLOCK, num_warps=4, **chain(on=chained)
-    )
+    grid = triton.cdiv(num_rows, rows), triton.cdiv(size, SILU_BLOCK.value)
+    gated[grid](gate_up.contiguous(), out, num_rows, SIZE=size, ROWS=rows, **chain(on=chained))
     return out
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def gated(
-    x_ptr,
-    out_ptr,
-    num_rows,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
-    """Compute BLOCK columns of ROWS rows."""
+def gated(x_ptr, out_ptr, num_rows, SIZE: tl.constexpr, ROWS: tl.constexpr, CHAINED: tl.constexpr):
+    """Compute SILU_BLOCK columns of ROWS rows."""
     wait_if_chained(CHAINED)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    columns = tl.program_id(1) * SILU_BLOCK + tl.arange(0, SILU_BLOCK)[None, :]
     inside = (row < num_rows)[:, None] & (columns < SIZE)
     row = row.to(tl.int64)[:, None]
     gate = tl.load(x_ptr + row * (2 * SIZE) + columns, mask=inside, other=0.0).to(tl.float32)
@@ -131,10 +98,9 @@ def gated(
 
 def qkv_into_kv(projected: ProjectedRows, *, chained: bool = False) -> Tensor:
     """Return `Backend.qkv_into_kv`."""
-    qkv, q_norm, k_norm, eps, rotation, kv, slot_mapping = projected
-    num_rows, all_heads, dim = qkv.shape
-    q = torch.empty(num_rows, all_heads - 2 * kv.k.shape[2], dim, dtype=qkv.dtype, device=qkv.device)
-    _rope_and_write(qkv, q, q_norm, k_norm, eps, rotation, kv, slot_mapping, layers=1, chained=chained)
+    num_rows, all_heads, dim = projected.qkv.shape
+    q = projected.qkv.new_empty(num_rows, all_heads - 2 * projected.kv.k.shape[2], dim)
+    _rope_and_write(projected, q, layers=1, chained=chained)
     return q
 
 
@@ -142,22 +108,12 @@ def context_into_kv(rows: ContextRows) -> None:
     """Apply `Backend.context_into_kv`. A row of a layer has no heads of q."""
     kv_tl2hd, k_norm, _, eps, rotation, kv, slot_mapping = rows
     heads = kv_tl2hd.flatten(2, 3).flatten(0, 1)
-    _rope_and_write(heads, None, None, k_norm.contiguous(), eps, rotation, kv, slot_mapping, layers=len(k_norm))
+    projected = ProjectedRows(heads, None, k_norm.contiguous(), eps, rotation, kv, slot_mapping)
+    _rope_and_write(projected, None, layers=len(k_norm))
 
 
-def _rope_and_write(
-    qkv: Tensor,
-    q: Tensor | None,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    rotation: Rotation,
-    kv: LayerKv,
-    slot_mapping: Tensor,
-    *,
-    layers: int,
-    chained: bool = False,
-) -> None:
+def _rope_and_write(projected: ProjectedRows, q: Tensor | None, *, layers: int, chained: bool = False) -> None:
+    qkv, q_norm, k_norm, eps, rotation, kv, slot_mapping = projected
     num_vectors, dim = qkv.shape[0] * qkv.shape[1], qkv.shape[2]
     vectors = items_per_program(num_vectors, VECTORS_PER_PROGRAM)
     rope_and_write[triton.cdiv(num_vectors, vectors),](
@@ -166,12 +122,11 @@ def _rope_and_write(
         k_norm,
         *(x.contiguous() for x in rotation),
         slot_mapping,
-        kv.k if q is None else q,
+        q,
         kv.k,
         kv.v,
         num_vectors,
         eps,
-        NORMS=k_norm is not None,
         HEADS=0 if q is None else q.shape[1],
         KV_HEADS=kv.k.shape[2],
         LAYERS=layers,
@@ -195,7 +150,6 @@ def rope_and_write(
     v_ptr,
     num_vectors,
     eps,
-    NORMS: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     LAYERS: tl.constexpr,
@@ -203,7 +157,7 @@ def rope_and_write(
     VECTORS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Normalise (with NORMS) and rotate VECTORS heads of q and k. K and the unchanged V go to the row's slot.
+    """Normalise (with norms) and rotate VECTORS heads of q and k. K and the unchanged V go to the row's slot.
 
     A row is of one of LAYERS layers, each with its own norm of k. The rows of a token's layers share its rotation.
     """
@@ -223,7 +177,7 @@ def rope_and_write(
     cos = tl.load(cos_ptr + angle, mask=turned, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + angle, mask=turned, other=0.0).to(tl.float32)
     a, b = low.to(tl.float32), high.to(tl.float32)
-    if NORMS:
+    if k_norm_ptr is not None:
         k_norm = k_norm_ptr + ((row % LAYERS)[:, None] * (2 * HALF) if LAYERS > 1 else 0) + dims
         weight_low, weight_high = tl.load(k_norm), tl.load(k_norm + HALF)
         if HEADS > 0:

@@ -83,12 +83,11 @@ def of_attention(
 ) -> Question:
     """Return how to launch attention of one row a sequence."""
     num_seqs = min(num_seqs, MAX_SEQS)
-    group = heads.num_heads // heads.num_kv_heads
     operands = cache(partial(_paged, heads, like, [1] * num_seqs, page_size))
 
     def run(tile: Tile | None) -> Outputs:
         q, kv, meta = operands()
-        launch = geometry(meta.query_lens, group, heads.num_kv_heads, like.dtype, multiprocessors, heads.head_dim, tile)
+        launch = geometry(meta.query_lens, heads, like.dtype, multiprocessors, tile)
         for _ in range(CALLS):
             o = paged_attention(q, kv, meta, CAUSAL, launch)
         return (o,)

@@ -50,35 +50,46 @@ class Question(NamedTuple):
     run: Callable[[Any], Outputs]
     use: Callable[[Any], object]
 
-    def variant(self, numbers: Variant | None) -> Variant | None:
-        """Return the variant of these numbers, or None for the default and for one that exists no more."""
-        return next((variant for variant in self.variants if variant == numbers), None)
 
-
-def choose(
+def tune(
     questions: Sequence[Question],
     measure: Measure,
-    known: Answers,
-    is_fatal: Callable[[BaseException], bool],
-    remember: Callable[[Answers], None],
-) -> Answers:
-    """Use the fastest right variant of each question, asked in order until MAX_SECONDS are over. Return all answers.
+    device_name: str,
+    folder: Path | None = None,
+    is_fatal: Callable[[BaseException], bool] = lambda error: False,
+) -> dict[str, str]:
+    """Use the fastest right variant of each question, asked in order until MAX_SECONDS are over.
 
-    Answers that are `known` are taken as they are. `remember` is given all answers after each question, and before it
-    with the default for it, so a variant that kills the process is not tried again. A question for which no time is
-    left has no answer. Raises an error that `is_fatal`, because the device can do nothing after it.
+    Answers of earlier starts are taken as they are; a user without a home has none. A question for which no time is
+    left keeps its default. Raises an error that `is_fatal`, because the device can do nothing after it. Returns the
+    variant of each question that has an answer, as people read it.
     """
-    started, answers = time.monotonic(), dict(known)
+    started, file = time.monotonic(), None
+    with contextlib.suppress(RuntimeError):
+        file = answers_file(folder or cache_folder("tuned"), device_name)
+    known = load(file) if file else {}
+    answers, chosen = dict(known), dict[str, Variant | None]()
     for question in questions:
-        if question.name not in known:
+        name = question.name
+        if name not in known:
             if time.monotonic() - started > MAX_SECONDS:
-                break
-            remember(answers | {question.name: None})
-            answers[question.name] = _fastest(question, measure, is_fatal)
-            remember(answers)
-        if (chosen := question.variant(answers[question.name])) is not None:
-            question.use(chosen)
-    return answers
+                continue
+            save(file, answers | {name: None})  # a variant that kills the process is not tried again
+            answers[name] = _fastest(question, measure, is_fatal)
+            save(file, answers)
+        chosen[name] = next((variant for variant in question.variants if variant == answers[name]), None)
+        if chosen[name] is not None:
+            question.use(chosen[name])
+    found = {name: variant for name, variant in chosen.items() if variant is not None}
+    logger.info(
+        "kernels: %d of %d launches other than by default, in %.1f s, %d known before%s",
+        len(found),
+        len(questions),
+        time.monotonic() - started,
+        sum(question.name in known for question in questions),
+        "".join(f"; {name}: {variant}" for name, variant in found.items()),
+    )
+    return {name: str(variant or "default") for name, variant in chosen.items()}
 
 
 def _fastest(question: Question, measure: Measure, is_fatal: Callable[[BaseException], bool]) -> Variant | None:
@@ -129,8 +140,10 @@ def load(file: Path) -> Answers:
         return {}
 
 
-def save(file: Path, answers: Answers) -> None:
+def save(file: Path | None, answers: Answers) -> None:
     """Write the answers. A folder that cannot be written to costs the next start the same seconds."""
+    if file is None:
+        return
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         draft = file.with_suffix(f".{os.getpid()}")
@@ -151,32 +164,3 @@ def seconds_in_a_graph(capture: Callable[[Callable[[], Outputs]], Any], run: Cal
         end.synchronize()
         seconds.append(start.elapsed_time(end) / 1e3)
     return min(seconds), tuple(x.clone() for x in graph.outputs)
-
-
-def tune(
-    questions: Sequence[Question],
-    measure: Measure,
-    device_name: str,
-    folder: Path | None = None,
-    is_fatal: Callable[[BaseException], bool] = lambda error: False,
-) -> dict[str, str]:
-    """Apply `choose` with the answers of earlier starts, which a user without a home has not.
-
-    Returns the variant of each question that has an answer, as people read it.
-    """
-    file = None
-    with contextlib.suppress(RuntimeError):
-        file = answers_file(folder or cache_folder("tuned"), device_name)
-    known, started = load(file) if file else {}, time.monotonic()
-    answers = choose(questions, measure, known, is_fatal, partial(save, file) if file else lambda answers: None)
-    chosen = {asked.name: asked.variant(answers[asked.name]) for asked in questions if asked.name in answers}
-    found = {name: variant for name, variant in chosen.items() if variant is not None}
-    logger.info(
-        "kernels: %d of %d launches other than by default, in %.1f s, %d known before%s",
-        len(found),
-        len(questions),
-        time.monotonic() - started,
-        sum(question.name in known for question in questions),
-        "".join(f"; {name}: {variant}" for name, variant in found.items()),
-    )
-    return {name: str(variant or "default") for name, variant in chosen.items()}

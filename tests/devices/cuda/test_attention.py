@@ -11,7 +11,7 @@ from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.cuda import attention, launch
 from app.engine.cuda.attention import TILE_ROWS, Geometry, geometry, paged_attention
 from app.engine.cuda.backend import CudaBackend
-from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
+from app.engine.device.base import AttentionMask, AttentionMetadata, Heads, LayerKv
 from app.engine.errors import UnsupportedError
 from app.engine.load.self_test import check_attention
 from app.engine.step.graph_sizes import settle_graph_sizes
@@ -184,7 +184,7 @@ def test_prompts_go_to_pytorchs_attention_and_verify_rows_never_do(backend):
 
 
 def shape(query_lens: list[int]) -> Geometry:
-    return geometry(query_lens, 4, 8, torch.bfloat16, multiprocessors=132)
+    return geometry(query_lens, Heads(32, 8, 128), torch.bfloat16, multiprocessors=132)
 
 
 @pytest.mark.parametrize("block_size", [2, 3, 10, 16])

@@ -14,7 +14,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 import app.engine.load.engine as build
 from app.engine.cuda import attention, products
 from app.engine.cuda.invariant import InvariantCudaBackend
-from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv, ProjectedRows
+from app.engine.device.base import AttentionMask, AttentionMetadata, Heads, LayerKv, ProjectedRows
 from app.engine.errors import UnsupportedError
 from tests.devices.cuda.pages import Paged
 from tests.fast.engine.flat_request import flat_request
@@ -222,7 +222,7 @@ def test_a_long_context_is_read_by_many_programs_until_these_fill_the_device_or_
     seqs: int, width: int, tokens: int, programs: int
 ) -> None:
     """8 KV heads of 128 and 132 multiprocessors. 16 blocks would keep 336 MB."""
-    at = attention.geometry([width] * seqs, 4, 8, torch.bfloat16, 132, fixed=True)
+    at = attention.geometry([width] * seqs, Heads(32, 8, 128), torch.bfloat16, 132, fixed=True)
     assert attention.splits_of_chunks(at, seqs * width * 32 * 128, tokens) == (programs, -(-tokens // attention.CHUNK))
 
 

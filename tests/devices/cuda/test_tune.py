@@ -112,6 +112,14 @@ def test_questions_end_after_ten_seconds_and_go_on_at_the_next_start(machine: Ma
     assert not {name for name, _ in machine.timed[-3:]} & set(first)
 
 
+def test_an_answer_of_an_earlier_start_is_used_after_the_time_is_over(machine: Machine, tmp_path: Path) -> None:
+    asked = [machine.question(name, (2,), (1,)) for name in "abcdef"]
+    machine.tune(asked[-1:], tmp_path)
+    machine.used.clear()
+    shown = machine.tune(asked, tmp_path)
+    assert "e" not in shown and shown["f"] == "(1,)" and machine.used["f"] == (1,)
+
+
 def test_answers_are_remembered_by_device_and_version(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
