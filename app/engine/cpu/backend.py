@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.cpu import attention, linear
@@ -187,12 +186,7 @@ class CpuBackend(TorchBackend):
         kv.v.view(-1, *v_thd.shape[1:]).index_copy_(0, slot_mapping, v_thd)
 
     def verify(
-        self,
-        choices: Tensor,
-        drafts: Tensor | None,
-        logits_start: Tensor,
-        num_drafts: Tensor,
-        draft_index: Tensor,
+        self, choices: Tensor, drafts: Tensor | None, logits_start: Tensor, num_drafts: Tensor, draft_index: Tensor
     ) -> Tensor:
         """Return `Backend.verify`, computed in NumPy, because its calls cost less (tools/lab/NOTES.md)."""
         own, rows = choices.numpy(), logits_start.numpy()
@@ -208,10 +202,6 @@ class CpuBackend(TorchBackend):
         out[:, :-1] = tokens
         out[:, -1] = np.where(kept.all(axis=1), len(column) - 1, kept.argmin(axis=1))
         return torch.from_numpy(out)
-
-    def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
-        return self.linear(F.silu(gate).mul_(up), down)
 
     def retain_allocator_memory(self) -> None:
         """Let glibc keep large freed blocks. Without effect on other allocators.

@@ -285,9 +285,6 @@ class NpuBackend(Backend):
         """Return `Backend.high_half` without a shift, because shifts run on the device's host processor (N32)."""
         return x.contiguous().view(torch.int16).unflatten(-1, (-1, 2))[..., 1].to(torch.int32) & 0xFFFF
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, weight, bias)
-
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> NpuGraph:
         """Capture with the longest KV that the page tables have room for, because workspaces may depend on it."""
         plans: list[dict[AttentionMask, AttentionPlan]] = [meta.plans for meta in metas]
