@@ -15,6 +15,7 @@ _SPEED_GAIN, _DRAFTING_GAIN = 0.1, 0.03
 """Shares of an error that correct the speed of steps, which drifts with the machine, and the cost of drafting."""
 _MAX_ERROR = 0.7
 """Errors are clipped at a factor of two, because something else held a longer step up."""
+_NONE = np.array([])
 
 
 class Shape(NamedTuple):
@@ -65,9 +66,10 @@ class CostTable:
         self._sizes = sizes
         self.seqs = sorted({shape.seqs for shape in ms})
         self._verify: list[Curve] = []
-        self._draft_stairs: dict[int, Curve] = {}
-        self._target_stairs: dict[int, Curve] = {}
-        self._speed, self._drafting = np.zeros((2, len(self.seqs)))
+        self._known_draft: dict[int, Floats] = {}
+        self._known_target: dict[int, Floats] = {}
+        self._logs = np.zeros((len(self.seqs), 2))  # corrections, as logarithms: of all costs, and of drafting besides
+        self._factors = [(1.0, 1.0)] * len(self.seqs)  # of a plain step, and of what drafting adds to it
         widest = self.widths[-1]
         plain = {n: ms[Shape(n)] for n in self.seqs}
         passes: dict[int, dict[int, float]] = {width: {0: 0.0} for width in self.widths}
@@ -103,39 +105,46 @@ class CostTable:
         plain, drafting = self._parts(seqs, blocks, rows, drafts)
         error = min(max(log(ms / float(plain + drafting)), -_MAX_ERROR), _MAX_ERROR)
         nearest = self._nearest(seqs)
-        self._speed[nearest] += _SPEED_GAIN * error
-        self._drafting[nearest] += _DRAFTING_GAIN * error * float(drafting / (plain + drafting))
+        self._logs[nearest] += error * _SPEED_GAIN, error * _DRAFTING_GAIN * float(drafting / (plain + drafting))
+        speed, drafting = np.exp(self._logs[nearest])
+        self._factors[nearest] = (speed, speed * drafting)
 
     def _parts(self, seqs: int, blocks: Any, rows: int, drafts: Any) -> tuple[Floats, Floats]:
         """Return ms of a plain step of these sequences, and ms that drafting adds to it."""
-        nearest = self._nearest(seqs)
-        plain = self._target_ms(seqs, np.array(0))
-        drafting = self._draft_ms(np.asarray(blocks), rows) + self._target_ms(seqs, np.asarray(drafts)) - plain
-        speed = np.exp(self._speed[nearest])
-        return speed * plain, speed * np.exp(self._drafting[nearest]) * drafting
+        draft_ms, target_ms = self._draft_ms(int(np.max(blocks)), rows), self._target_ms(seqs, int(np.max(drafts)))
+        speed, drafting = self._factors[self._nearest(seqs)]
+        return speed * target_ms[0], drafting * (draft_ms[blocks] + target_ms[drafts] - target_ms[0])
 
     def _nearest(self, seqs: int) -> int:
-        return int(np.abs(np.log(np.array(self.seqs) / max(seqs, 1))).argmin())
+        return min(range(len(self.seqs)), key=lambda i: abs(log(self.seqs[i] / max(seqs, 1))))
 
-    def _draft_ms(self, blocks: NDArray[np.int64], rows: int) -> Floats:
-        if not (self._sizes and (passes := self._sizes.draft_passes(rows))):
-            return self._draft_at(blocks, rows)
-        if rows not in self._draft_stairs:
-            at_size = {count: float(self._draft_at(count, width)) for count, width in passes}
-            self._draft_stairs[rows] = _curve({0: 0.0} | at_size)
-        return _stairs(self._draft_stairs[rows], blocks)
+    def _draft_ms(self, most: int, rows: int) -> Floats:
+        """Return ms of a draft pass of 0, 1, ... `most` blocks or more, which is computed once."""
+        known = self._known_draft.get(rows, _NONE)
+        if most >= len(known):
+            counts = np.arange(2 * most + 2)
+            passes = self._sizes.draft_passes(rows) if self._sizes else ()
+            stairs = {0: 0.0} | {count: float(self._draft_at(count, width)) for count, width in passes}
+            known = _stairs(_curve(stairs), counts) if passes else self._draft_at(counts, rows)
+            self._known_draft[rows] = known
+        return known
+
+    def _target_ms(self, seqs: int, most: int) -> Floats:
+        """Return ms of a target pass of 0, 1, ... `most` drafts or more, which is computed once."""
+        known = self._known_target.get(seqs, _NONE)
+        if most >= len(known):
+            counts = np.arange(2 * most + 2)
+            if self._sizes:
+                passes = self._sizes.target_passes(seqs)
+                known = _stairs(_curve({drafts: float(self._target_at(n, drafts)) for n, drafts in passes}), counts)
+            else:
+                known = self._target_at(seqs, counts)
+            self._known_target[seqs] = known
+        return known
 
     def _draft_at(self, blocks: Any, rows: int) -> Floats:
         width = next((width for width in self.widths if width >= rows), self.widths[-1])
         return _interpolate(self._draft[width], blocks)
-
-    def _target_ms(self, seqs: int, drafts: NDArray[np.int64]) -> Floats:
-        if not self._sizes:
-            return self._target_at(seqs, drafts)
-        if seqs not in self._target_stairs:
-            passes = self._sizes.target_passes(seqs)
-            self._target_stairs[seqs] = _curve({most: float(self._target_at(n, most)) for n, most in passes})
-        return _stairs(self._target_stairs[seqs], drafts)
 
     def _target_at(self, seqs: int, drafts: Any) -> Floats:
         """Interpolate between the next smaller and the next larger timed number of sequences."""

@@ -78,10 +78,11 @@ def priors(tried: Floats, accepted: Floats) -> tuple[float, Floats]:
     return mean, shifted(np.stack((curve, curve)), own, mean, _PRIOR_DRAFTS)
 
 
-def shifted(curves: Floats, own: Floats, mean: float, prior_drafts: float) -> Floats:
+def shifted(curves: Floats, own: Floats, mean: float, prior_drafts: Any) -> Floats:
     """Return curves `[S, b - 1]` with their odds scaled by each row's own outcomes `[S, 3]`: tried, accepted, expected.
 
     The scale is the odds of what was accepted over those of what was expected, each with `prior_drafts` at `mean`.
+    With several `prior_drafts` `[W, 1, 1]` curves are `[W, S, b - 1]`.
     """
     tried, accepted, expected = own.T[..., None]
     prior = prior_drafts * mean
@@ -219,7 +220,7 @@ class Policy:
         histories = [self.histories[sequence] for sequence, _ in wanted]
         curves = self._curves[[self._kind(history) for history in histories]]
         own = np.array([(history.tried, history.accepted, history.expected) for history in histories]).reshape(-1, 3)
-        chances = np.stack([shifted(curves, own, mean, drafts) for drafts in _OWN_PRIOR_DRAFTS], axis=1)
+        chances = shifted(curves, own, mean, _OWN_PRIOR_DRAFTS[:, None, None]).swapaxes(0, 1)
         survival = chances[:, self._surprise.argmin()].cumprod(axis=1)
         # Sequences near their end draft on although they gain little, because slow ones keep others waiting.
         may_draft = np.array([limit > 0 for _, limit in wanted], dtype=bool).reshape(-1, 1)

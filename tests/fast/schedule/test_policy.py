@@ -346,7 +346,7 @@ def test_outcomes_of_all_sequences_fade() -> None:
         for _ in range(steps):
             drafts = policy.choose([(name, 15)]).drafts[0]
             policy.record_acceptance(name, drafts, min(drafts, accepted))
-            policy.record_time(1, bool(drafts), 1 + drafts, drafts, 5.0)
+            policy.record_time(1, int(drafts > 0), 1 + drafts, drafts, 5.0)
         policy.forget(name)
     assert policy.choose([("next", 15)]).drafts[0] > 10
 
