@@ -41,7 +41,27 @@ class ChoiceAnswers(ABC):
         return answer | {"warnings": self._choices.warnings} if self._choices.warnings else answer
 
     def events(self, piece: Piece) -> bytes:
-        return b"".join(map(event, self.chunks(piece)))
+        """Return the chunks of one piece: the opening, the payloads with the steps, and the end."""
+        payloads = self._payloads(piece)
+        if piece.steps and not payloads:
+            payloads = [self.empty]
+        choices = [_choice(piece, payload) for payload in payloads]
+        if piece.steps:
+            choices[0]["speculation"] = {"steps": piece.steps}
+        if piece.is_first and (opening := self._opening(piece.index)) is not None:
+            choices.insert(0, _choice(piece, opening))
+        if piece.finish_reason is not None:
+            choices.append(_choice(piece, self.empty, is_last=True))
+        chunks: list[Payload] = [self._head | {"object": self.chunk_kind, "choices": [choice]} for choice in choices]
+        wants_usage = self._options.include_usage
+        for chunk in chunks:
+            if self._options.continuous_usage_stats and wants_usage is not False:
+                chunk["usage"] = self._choices.usage(False)
+            elif wants_usage:
+                chunk["usage"] = None
+        if piece.finish_reason is not None and piece.index == 0 and self._choices.warnings:
+            chunks[-1]["warnings"] = self._choices.warnings
+        return b"".join(map(event, chunks))
 
     def end(self) -> bytes:
         """Return the usage if the client wants it, and [DONE]."""
@@ -54,30 +74,6 @@ class ChoiceAnswers(ABC):
     def failure(self, error: ApiError) -> bytes:
         """Return the error. Neither a finish_reason nor [DONE] follows."""
         return event(error.body)
-
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """Return the chunks of one piece: the opening, the payloads with the steps, and the end."""
-        payloads = self._payloads(piece)
-        if piece.steps and not payloads:
-            payloads = [self.empty]
-        choices = [_choice(piece, payload) for payload in payloads]
-        if piece.steps:
-            choices[0]["speculation"] = {"steps": piece.steps}
-        if piece.is_first and (opening := self._opening(piece.index)) is not None:
-            choices.insert(0, _choice(piece, opening))
-        if piece.finish_reason is not None:
-            choices.append(_choice(piece, self.empty, is_last=True))
-        chunks: list[dict[str, Any]] = [
-            self._head | {"object": self.chunk_kind, "choices": [choice]} for choice in choices
-        ]
-        for chunk in chunks:
-            if self._options.wants_continuous_usage:
-                chunk["usage"] = self._choices.usage(False)
-            elif self._options.include_usage:
-                chunk["usage"] = None
-        if piece.finish_reason is not None and piece.index == 0 and self._choices.warnings:
-            chunks[-1]["warnings"] = self._choices.warnings
-        return chunks
 
     @abstractmethod
     def _whole_payload(self, piece: Piece) -> Payload: ...

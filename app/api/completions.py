@@ -14,8 +14,7 @@ from app.text.tokenizer import Tokenizer
 
 router = APIRouter()
 
-DEFAULT_MAX_TOKENS = 16
-"""OpenAI's default for this endpoint."""
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this endpoint
 
 
 @router.post("/v1/completions", **openapi.COMPLETIONS)
@@ -26,7 +25,7 @@ async def completions(request: Request) -> Response:
         given = await _encode(received)
         budgets = [
             token_budget(param, len(prompt.token_ids), body.max_tokens, DEFAULT_MAX_TOKENS, info.max_model_len)
-            for prompt, param in zip(given, _params(body), strict=True)
+            for param, prompt in zip(body.prompts, given, strict=True)
         ]
         echoed = await asyncio.to_thread(_prompt_texts, body, received.services.tokenizer) if body.echo else ()
         choices = submit(received, given, budgets, permits)
@@ -46,16 +45,11 @@ async def _encode(received: Received[CompletionRequest]) -> list[Prompt]:
     special = body.add_special_tokens is not False
     return [
         await prompts.encode_prompt(received.services, prompt, param, received.info, add_special_tokens=special)
-        for prompt, param in zip(body.prompts, _params(body), strict=True)
+        for param, prompt in body.prompts.items()
     ]
-
-
-def _params(body: CompletionRequest) -> list[str]:
-    """Return the field of each prompt, by which an error names it."""
-    return ["prompt"] if body.prompt_is_one else [f"prompt.{i}" for i in range(body.num_prompts)]
 
 
 def _prompt_texts(body: CompletionRequest, tokenizer: Tokenizer) -> list[str]:
     """Return the text of every choice's prompt."""
-    texts = [p if isinstance(p, str) else tokenizer.decode(p, skip_special_tokens=False) for p in body.prompts]
+    texts = [p if isinstance(p, str) else tokenizer.decode(p, skip_special_tokens=False) for p in body.prompts.values()]
     return [text for text in texts for _ in range(body.num_choices)]

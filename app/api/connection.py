@@ -13,8 +13,7 @@ from app.api.middleware import MAX_HEAD_BYTES, head_too_large
 
 HEAD_SECONDS = 10.0
 STALLED_SECONDS = 120.0
-_KEEP_ALIVE_SECONDS = 75
-"""Longer than the 60 s of most proxies, because the side that closes first may lose a request of the other side."""
+_KEEP_ALIVE_SECONDS = 75  # More than the 60 s of most proxies: the side that closes first may lose a request.
 
 
 class Connection(H11Protocol):

@@ -1,5 +1,6 @@
 """Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
 
+import re
 from dataclasses import KW_ONLY, dataclass
 
 import msgspec
@@ -7,13 +8,15 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from app.api.unknown_paths import advice
 from app.engine_client.admission import Busy, ClientBusy
 from app.engine_client.supervisor import EngineUnavailable
 from app.metrics import Metrics
 
 RETRY_AFTER_SECONDS = 2
 _CLIENT_CLOSED_REQUEST = 499
+_SERVED = ("/chat/completions", "/completions", "/responses", "/models")
+_STORED = re.compile(r"/v1/responses/.+")
+_NOT_SERVED = re.compile(r"/v1/responses/(input_tokens|compact)/?")
 
 
 @dataclass(eq=False)
@@ -29,12 +32,9 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, dict[str, str | None]]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
         if self.status == 429:
             kind = "rate_limit_error"
-        elif self.status >= 500:
-            kind = "server_error"
-        else:
-            kind = "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
@@ -70,13 +70,10 @@ def model_not_found(name: str, served: list[str]) -> ApiError:
 def context_length_exceeded(
     param: str, limit: int, prompt: int, max_tokens: int | None = None, *, at_least: bool = False
 ) -> ApiError:
-    """Return the error of a `prompt` that is too long by itself, or together with the client's `max_tokens`.
-
-    `at_least` marks a `prompt` whose number of tokens is a lower bound.
-    """
+    """Return the error of a prompt of (`at_least`) `prompt` tokens that is too long, or is so with `max_tokens`."""
     if max_tokens is None:
-        count = f"at least {prompt}" if at_least else f"{prompt}"
-        reason = f"your prompt has {count} tokens, which leaves no room for an answer. Shorten the prompt"
+        bound = "at least " if at_least else ""
+        reason = f"your prompt has {bound}{prompt} tokens, which leaves no room for an answer. Shorten the prompt"
     else:
         total = f"{prompt + max_tokens}: {prompt} in the prompt and {max_tokens} to be made"
         reason = f"you asked for {total}. Reduce one of them"
@@ -101,14 +98,12 @@ def install(app: FastAPI, metrics: Metrics) -> None:
         return error.response()
 
     @app.exception_handler(EngineUnavailable)
-    async def answer_unavailable(request: Request, error: EngineUnavailable) -> Response:
-        return turn_away(unavailable(str(error), f"engine_{error.phase}"))
-
     @app.exception_handler(Busy)
-    async def answer_busy(request: Request, error: Busy) -> Response:
-        return turn_away(busy(str(error), "client_busy" if isinstance(error, ClientBusy) else "server_busy"))
-
-    def turn_away(refusal: ApiError) -> Response:
+    async def turn_away(request: Request, error: EngineUnavailable | Busy) -> Response:
+        if isinstance(error, EngineUnavailable):
+            refusal = unavailable(str(error), f"engine_{error.phase}")
+        else:
+            refusal = busy(str(error), "client_busy" if isinstance(error, ClientBusy) else "server_busy")
         metrics.count("requests_turned_away", label=refusal.code)
         return refusal.response()
 
@@ -118,7 +113,7 @@ def install(app: FastAPI, metrics: Metrics) -> None:
         headers = dict(error.headers or {})
         where = f"{request.method} {clip(request.scope['path'])}"
         if error.status_code == 404:
-            hint = advice(request.scope["path"], request.scope.get("root_path", ""))
+            hint = _advice(request.scope["path"], request.scope.get("root_path", ""))
             return ApiError(404, f"There is nothing at {where}. {hint}".rstrip(), code="not_found").response()
         methods = set(headers.get("Allow", "").split(", "))
         if methods & {"GET", "HEAD"}:
@@ -136,3 +131,17 @@ def install(app: FastAPI, metrics: Metrics) -> None:
     async def answer_bug(request: Request, error: Exception) -> Response:
         """Answer 500 to a bug. The log has the traceback."""
         return ApiError(500, "The server failed on this request; its log says why.", code="internal_error").response()
+
+
+def _advice(path: str, root_path: str) -> str:
+    """Return what to use instead of an unknown `path`, or "". A wrong base_url is a common mistake."""
+    path = path.removeprefix(root_path)
+    if _NOT_SERVED.fullmatch(path):
+        return "This server has no such endpoint."
+    if _STORED.fullmatch(path):
+        return "Nothing is stored here: send the whole conversation as `input` to POST /v1/responses."
+    path = path.rstrip("/")
+    if path.endswith("/messages"):
+        return f"Anthropic's Messages API is not served. Use POST {root_path}/v1/chat/completions."
+    served = next((end for end in _SERVED if path.endswith(end)), None)
+    return f"Use {root_path}/v1{served}: the base_url of a client ends with {root_path}/v1." if served else ""

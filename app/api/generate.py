@@ -4,8 +4,8 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar, cast
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Generic, TypeVar
 
 from fastapi import Request, Response
 
@@ -14,17 +14,17 @@ from app.api import prompts
 from app.api.answers import json_response
 from app.api.body import parse, read_json
 from app.api.errors import bad_request
-from app.api.prompts import Prompt
-from app.api.sampling import check_min_tokens, sampling_of, seed_of_choice
-from app.api.schemas import ChatCompletionRequest, GenerationRequest, SamplingRequest
+from app.api.prompts import Prompt, unknown_id
+from app.api.schemas import ChatCompletionRequest, GenerationRequest, NamedTool, SamplingRequest
 from app.api.services import Services, services_of
 from app.api.stream import Answers, Choice, Choices, EventStream, events, unless_gone
 from app.api.validation import warn_of_unknown_fields
 from app.engine_client.admission import Permits
 from app.engine_client.request_stream import RequestStream, Timeline
-from app.messages import EngineInfo
+from app.messages import MIN_TEMPERATURE, EngineInfo, SamplingParams
 from app.text.detokenizer import Detokenizer
 from app.text.parsers import OutputParser
+from app.text.tokenizer import GenerationDefaults
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +54,6 @@ class Received(Generic[BodyT_co]):
         num_sequences = self.body.num_prompts * self.body.num_choices
         return self.services.engine.acquire(self.services.client_id(self.request), num_sequences)
 
-    def with_body(self, body: BodyT) -> "Received[BodyT]":
-        """Return this request with the body that its own was translated to."""
-        return cast("Received[BodyT]", replace(self, body=body))  # type: ignore[arg-type]
-
 
 async def receive(request: Request, model: type[BodyT], *, is_admitted: bool = True) -> Received[BodyT]:
     """Read and check the body of a request. Raises ApiError, Busy or EngineUnavailable.
@@ -75,20 +71,14 @@ async def receive(request: Request, model: type[BodyT], *, is_admitted: bool = T
     warnings = warn_of_unknown_fields(body, services.metrics)
     if is_admitted:
         prompts.check_ids("stop_token_ids", body.stop_token_ids, info)
-        _check_num_choices(body, engine.admission.max_at_once(info.max_num_seqs))
+        num_sequences = body.num_prompts * body.num_choices
+        maximum = engine.admission.max_at_once(info.max_num_seqs)
+        if num_sequences > maximum:
+            given, param = f"`n` is {body.num_choices}, which makes {num_sequences} choices in all", "n"
+            if body.num_prompts > maximum:
+                given, param = f"`prompt` has {body.num_prompts} prompts", "prompt"
+            raise bad_request(f"{given}; at most {maximum} may come in one request.", param)
     return Received(request, services, body, name, info, arrived, deadline, warnings)
-
-
-def _check_num_choices(body: SamplingRequest, maximum: int) -> None:
-    """Raise ApiError 400 if the request has more choices than the server ever admits at once."""
-    num_sequences = body.num_prompts * body.num_choices
-    if body.num_prompts > maximum:
-        given, param = f"`prompt` has {body.num_prompts} prompts", "prompt"
-    elif num_sequences > maximum:
-        given, param = f"`n` is {body.num_choices}, which makes {num_sequences} choices in all", "n"
-    else:
-        return
-    raise bad_request(f"{given}; at most {maximum} may come in one request.", param)
 
 
 def submit(
@@ -109,9 +99,9 @@ def submit(
             choices.append(_choice(received, prompt, deltas, index))
             if (tracer := received.services.tracer) is not None:
                 deltas.timeline = Timeline(received.arrived)
-                if choices.on_close is None:
-                    traced = received.model_name, received.body.num_choices, request, choices
-                    choices.on_close = tracer.begin(received.request.headers, *traced)
+                choices.on_close = choices.on_close or tracer.begin(
+                    received.request.headers, received.model_name, received.body.num_choices, request, choices
+                )
     except Exception:
         choices.close()
         raise
@@ -123,8 +113,12 @@ def _requests(
 ) -> Iterator[tuple[Prompt, messages.Request]]:
     """Yield the engine's request for every choice. The choices of a prompt are neighbours."""
     body, tokenizer = received.body, received.services.tokenizer
-    for max_tokens in budgets:
-        check_min_tokens(body, max_tokens)
+    if body.min_tokens is not None and body.min_tokens > (budget := min(budgets)):
+        raise bad_request(
+            f"`min_tokens` is {body.min_tokens}, but `max_tokens`, its default or the model's context length allow "
+            f"for {budget} tokens. Ask for fewer.",
+            "min_tokens",
+        )
     sampling = sampling_of(body, tokenizer.defaults, received.info)
     eos_ids = [] if body.ignore_eos else tokenizer.eos_ids
     stop_token_ids = sorted({*(body.stop_token_ids or []), *eos_ids})
@@ -146,36 +140,72 @@ def _requests(
             yield prompt, request
 
 
+def sampling_of(body: GenerationRequest, defaults: GenerationDefaults, info: EngineInfo) -> SamplingParams:
+    """Return the request's sampling parameters without its seed. Absent fields come from `defaults`.
+
+    Raises ApiError for a bias of an unknown token.
+
+    Greedy decoding has no filters, like vLLM's, because every filter keeps the most likely token.
+    """
+    biases = [(int(token), bias) for token, bias in (body.logit_bias or {}).items()]
+    for token_id, _ in biases:
+        if token_id >= info.vocab_size:
+            raise unknown_id(f"logit_bias.{token_id}", token_id, info)
+    given = body.model_dump(include={field.name for field in fields(defaults)}, exclude_none=True)
+    chosen = replace(defaults, **given)
+    if chosen.temperature < MIN_TEMPERATURE:
+        chosen = GenerationDefaults(temperature=0.0, repetition_penalty=chosen.repetition_penalty)
+    return SamplingParams(
+        **asdict(chosen),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=biases,
+        min_tokens=body.min_tokens or 0,
+    )
+
+
+def seed_of_choice(seed: int, choice: int) -> int:
+    """Return the unsigned 64-bit seed of a choice: `seed` for choice 0, else the n-th number of splitmix64 after it.
+
+    With seed + n, requests with neighbouring seeds would share choices.
+    """
+    if choice == 0:
+        return seed
+    mixed = (seed + choice * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return mixed ^ (mixed >> 31)
+
+
 def _choice(received: Received[GenerationRequest], prompt: Prompt, deltas: RequestStream, index: int) -> Choice:
     """Return the reader of one choice. A bare completion is text and nothing else, so that nothing is parsed."""
     body = received.body
     detokenizer = Detokenizer(
         received.services.tokenizer.backend,
-        body.stop_strings,
+        [body.stop] if isinstance(body.stop, str) else body.stop or [],
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         min_tokens=body.min_tokens or 0,
     )
     parser = OutputParser()
     if isinstance(body, ChatCompletionRequest):
-        reasons = received.services.reasoning and body.separate_reasoning is not False
+        reasoning = received.services.reasoning_parser if body.separate_reasoning is not False else None
         family = received.services.tool_family if body.offered_tools else None
         parser = OutputParser(
-            received.services.reasoning_parser(prompt.in_reasoning) if reasons else None,
+            reasoning(prompt.in_reasoning) if reasoning else None,
             family.parser() if family else None,
             shows_reasoning=body.include_reasoning is not False,
-            max_calls=1 if body.parallel_tool_calls is False or body.forced_function is not None else None,
+            max_calls=1 if body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool) else None,
         )
         if prompt.begun_call:
             parser.push(prompt.begun_call)
-    with_steps = bool(body.streaming.include_speculation)
     return Choice(
         index,
         deltas,
         detokenizer,
         parser,
         received.services.engine,
-        with_steps,
+        with_steps=bool(body.streaming.include_speculation),
         eos_ids=() if body.ignore_eos else received.services.tokenizer.eos_ids,
     )
 

@@ -41,8 +41,8 @@ class RequestIds:
     """Layer that gives every request an id, returns it as X-Request-Id, and logs the request.
 
     The client's X-Request-Id is used if it has 1 to 128 printable ASCII characters. While the server drains, each
-    connection is closed with its answer, so that the client's next request goes to another replica. This is the
-    outermost layer, so that the 500 of a bug has the id too.
+    answer closes its connection, so that the client goes to another replica. It is the outermost layer, so a bug's
+    500 has the id too.
     """
 
     def __init__(self, app: ASGIApp, is_draining: Callable[[], bool] = lambda: False) -> None:
@@ -94,30 +94,21 @@ class RequestIds:
             level = logging.DEBUG if scope["path"] in _PROBES else logging.INFO
             milliseconds = 1000 * (time.monotonic() - started)
             path = quote(scope["path"])  # A path may contain line ends.
-            routed = _routing(Headers(scope=scope))
+            headers = Headers(scope=scope)
+            found = ((name, headers.get(name)) for name in _ROUTING_HEADERS)
+            routed = "".join(f" {name}={quote(text[:128], safe=':,')}" for name, text in found if text)
             logger.log(level, "%s %s %d %.1f ms%s", scope["method"], path, status, milliseconds, routed)
             request_id.reset(token)
 
 
-def _routing(headers: Headers) -> str:
-    """Return the headers of a router for the log."""
-    found = ((name, headers.get(name)) for name in _ROUTING_HEADERS)
-    return "".join(f" {name}={quote(text[:128], safe=':,')}" for name, text in found if text)
-
-
-def digests_of(keys: Sequence[str]) -> list[bytes]:
-    """Return what `check_key` compares."""
-    return [_digest(key.encode()) for key in keys]
-
-
-def check_key(headers: Headers, digests: Sequence[bytes], what: str) -> None:
+def check_key(headers: Headers, keys: Sequence[str], what: str) -> None:
     """Raise ApiError 401, which says that `what` is needed, unless the headers have one of the keys.
 
     A comparison takes the same time for every key that a client sends.
     """
     kind = headers.get("authorization", "").partition(" ")[0]
     sent = sent_key(headers)
-    matches = [hmac.compare_digest(sent, digest) for digest in digests]
+    matches = [hmac.compare_digest(sent, hashlib.sha256(key.encode()).digest()) for key in keys]
     if kind.lower() != "bearer" or not any(matches):
         message = f"{what} is needed: send the header `Authorization: Bearer KEY`."
         raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
@@ -125,45 +116,42 @@ def check_key(headers: Headers, digests: Sequence[bytes], what: str) -> None:
 
 def sent_key(headers: Headers) -> bytes:
     """Return the digest of the request's key, without the spaces around it."""
-    return _digest(headers.get("authorization", "").partition(" ")[2].strip(" ").encode("latin-1"))
+    key = headers.get("authorization", "").partition(" ")[2].strip(" ")
+    return hashlib.sha256(key.encode("latin-1")).digest()
 
 
 class Gate:
     """Layer that answers 431 to a head with too many headers or bytes, and 401 to a request without one of `keys`.
 
-    OPEN_PATHS need no key, because probes have none, and pages show only what the server can do. Behind a proxy's
-    prefix /llm, GET /llm is redirected to /llm/, because the page's links are relative.
+    OPEN_PATHS need no key, because probes have none, and pages show only what the server can do. With a proxy's prefix
+    /llm, GET /llm is redirected to /llm/, because the page's links are relative.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], root_path: str) -> None:
         self._app = app
-        self._keys = digests_of(keys)
+        self._keys = keys
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if scope["type"] == "http":
-            try:
-                app = self._decide(scope)
-            except ApiError as refusal:
-                app = refusal.response()
-            if scope["method"] == "HEAD":  # It is answered like GET. The HTTP server leaves the body out.
-                scope = {**scope, "method": "GET"}
-        await app(scope, receive, send)
-
-    def _decide(self, scope: Scope) -> ASGIApp:
-        """Return the next layer or the redirect. Raises ApiError 431 or 401."""
-        headers = scope["headers"]
-        size = sum(len(name) + len(value) for name, value in headers)
-        size += len(scope["raw_path"]) + len(scope["query_string"])
-        if len(headers) > MAX_HEADERS or size > MAX_HEAD_BYTES:
-            raise head_too_large()
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if scope["method"] == "HEAD":  # It is answered like GET. The HTTP server leaves the body out.
+            scope = {**scope, "method": "GET"}
+        app, headers = self._app, scope["headers"]
         path = scope["path"].removeprefix(self._root_path)
-        if not path and scope["method"] in ("GET", "HEAD"):
-            return RedirectResponse(f"{self._root_path}/")
-        if self._keys and path not in OPEN_PATHS:
-            check_key(Headers(scope=scope), self._keys, "A valid API key")
-        return self._app
+        size = len(scope["raw_path"]) + len(scope["query_string"])
+        size += sum(len(name) + len(value) for name, value in headers)
+        try:
+            if len(headers) > MAX_HEADERS or size > MAX_HEAD_BYTES:
+                raise head_too_large()
+            if not path and scope["method"] == "GET":
+                app = RedirectResponse(f"{self._root_path}/")
+            elif self._keys and path not in OPEN_PATHS:
+                check_key(Headers(scope=scope), self._keys, "A valid API key")
+        except ApiError as refusal:
+            app = refusal.response()
+        await app(scope, receive, send)
 
 
 class Hold:
@@ -199,7 +187,3 @@ class Cors(CORSMiddleware):
             return response
         kept = {name: text for name, text in response.headers.items() if not name.startswith("content-")}
         return ApiError(400, f"{bytes(response.body).decode()}.", code="cors_refused", headers=kept).response()
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

@@ -149,7 +149,7 @@ _Progress = _shape("Progress", stage=str, done=int, total=int)
 _State = _shape("State", status=str, reason=(str, ""), progress=(_Progress | None, None))
 _EVENT = {
     "type": "object",
-    "description": "A server-sent event. Its data is a chunk in JSON, or [DONE] behind the last chunk.",
+    "description": "A server-sent event. Its data is a chunk in JSON, or [DONE] after the last chunk.",
     "properties": {"data": {"type": "string"}},
     "required": ["data"],
 }
@@ -188,9 +188,7 @@ RESET_PREFIX_CACHE = _route("Forget all cached prefixes", _Success, 401, 429, 50
 RENDER_CHAT = _route("The prompt of a conversation", _Rendered, *_NO_ENGINE, bodies=_CHAT)
 RENDER_COMPLETIONS = _route("The tokens of prompts", _list_of(_Rendered), *_NO_ENGINE, bodies=_TEXT)
 
-
 _LOADING = {503: {"model": _State, "description": "Loading, draining or dead"}}
-"""What a path that needs a loaded engine answers without one."""
 READY: dict[str, Any] = {"summary": "Ready for requests", "responses": {200: {"model": _State}} | _LOADING}
 HEALTH: dict[str, Any] = {"summary": "Health of the engine", "response_class": Response, "responses": _LOADING}
 SERVER_INFO = _route("Sizes of the engine, and what was read from the draft's config.json", _EngineInfo, 401)
@@ -212,10 +210,9 @@ def describe(app: FastAPI, keys_needed: bool, admin_keys_needed: bool) -> dict[s
     for path in document["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)
-    schemes = {"key": keys_needed, "admin_key": admin_keys_needed}
-    if any(schemes.values()):
-        bearer = {"type": "http", "scheme": "bearer"}
-        document["components"]["securitySchemes"] = {name: bearer for name, needed in schemes.items() if needed}
+    names = [name for name, needed in (("key", keys_needed), ("admin_key", admin_keys_needed)) if needed]
+    if names:
+        document["components"]["securitySchemes"] = {name: {"type": "http", "scheme": "bearer"} for name in names}
     if admin_keys_needed:
         document["paths"]["/reset_prefix_cache"]["post"]["security"] = [{"admin_key": []}]
     if keys_needed:

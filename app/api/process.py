@@ -33,8 +33,8 @@ _GRACEFUL_SECONDS = 5
 def run(config: Config, target: Path, draft: Path | None, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Serve until a signal comes, and return the exit code.
 
-    It is 0 after a drain, and 2 if the tokenizer's files cannot be used. It is 1 if the port is taken or too few files
-    may be open. An engine that cannot be used makes it 1 too, and so does a second signal.
+    It is 0 after a drain, 2 if the tokenizer's files cannot be used, and 1 if the port is taken, too few files may be
+    open, the engine cannot be used, or a second signal came.
     """
     log.set_up(config.engine.log_level, config.engine.log_format, [*config.api_keys(), *config.admin_key])
     if 0 <= (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _MIN_OPEN_FILES:
@@ -75,7 +75,7 @@ class Process:
         self._http = _Http(
             uvicorn.Config(server.app, **connection.SETTINGS, timeout_graceful_shutdown=_GRACEFUL_SECONDS)
         )
-        self._display: asyncio.Task[None] | None = None
+        self._display: asyncio.Task[None]
         self._should_exit = asyncio.Event()
         self._force_exit = asyncio.Event()
 
@@ -94,11 +94,13 @@ class Process:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._handle_exit)
-        logger.info("listening on %s%s", self._url(), " and on every other address" if self._on_all_addresses() else "")
+        bound, port = self._listener.getsockname()[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound)
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        logger.info("listening on %s%s", url, " and on every other address" if host != bound else "")
         self._server.start()
         serving = asyncio.create_task(self._http.serve([self._listener]))
-        name = self._server.config.model_names[0]
-        self._display = asyncio.create_task(show_start(self._engine, self._url(), name))
+        self._display = asyncio.create_task(show_start(self._engine, url, self._server.services.model_names[0]))
         return serving
 
     async def main_loop(self, serving: "asyncio.Task[None]") -> None:
@@ -111,9 +113,9 @@ class Process:
             await _wait_for_first(self._server.drain(), self._force_exit.wait())
 
     async def _leave(self) -> None:
-        """Say 503 on /ready for the drain delay while requests are taken, so that proxies go elsewhere first.
+        """Answer 503 on /ready for the drain delay while requests are still taken, so that proxies go elsewhere.
 
-        A second signal and the engine's death end it. A server that was never ready has no proxy to tell.
+        A second signal and the engine's death end it. A server that was never ready has no proxies.
         """
         delay = self._server.config.drain_delay
         if delay and self._engine.state.phase == "ready":
@@ -129,9 +131,8 @@ class Process:
             await self._server.stop(grace=0)
         await serving
         await self._server.stop()
-        if self._display is not None:
-            self._display.cancel()
-            await asyncio.wait([self._display])
+        self._display.cancel()
+        await asyncio.wait([self._display])
 
     def _handle_exit(self) -> None:
         """Begin to drain at the first signal. Force the end at the second."""
@@ -139,15 +140,6 @@ class Process:
             self._force_exit.set()
             self._http.force_exit = True
         self._should_exit.set()
-
-    def _on_all_addresses(self) -> bool:
-        return self._listener.getsockname()[0] in ("0.0.0.0", "::")
-
-    def _url(self) -> str:
-        host, port = self._listener.getsockname()[:2]
-        if self._on_all_addresses():
-            host = "127.0.0.1" if host == "0.0.0.0" else "::1"
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class _Http(uvicorn.Server):

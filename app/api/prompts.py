@@ -17,7 +17,6 @@ from app.text.tokenizer import PromptTooLong
 
 logger = logging.getLogger(__name__)
 
-_MAX_MESSAGE = 300
 _NO_REASONING = f"\n{END_THINK}\n\n"
 """Text that ends reasoning which a prompt has opened, as templates write it."""
 
@@ -59,7 +58,7 @@ async def render_and_encode(
             switches=switches,
         )
     except ChatTemplateError as error:
-        raise bad_request(clip(str(error), _MAX_MESSAGE), "messages") from None
+        raise bad_request(clip(str(error), 300), "messages") from None
     end = body.messages[-1].text if body.continue_final_message else text[-len(_NO_REASONING) :]
     in_reasoning = end.rfind(THINK) > end.rfind(END_THINK)
     begun_call = family.prefix(body.forced_function) if body.forces_call and family else ""
@@ -76,13 +75,14 @@ async def encode_text(
 ) -> list[int]:
     """Return the token ids of `text`, encoded in a thread.
 
-    Raises ApiError for a token that the model does not have. With `must_fit` also, and before the work, for a text that
-    is certainly longer than the context.
+    Raises ApiError for a token that the model does not have, and with `must_fit`, before the work, for a text that is
+    certainly longer than the context.
     """
-    max_tokens = info.max_model_len if must_fit else None
-    encode = services.tokenizer.encode
+    limit = info.max_model_len if must_fit else None
     try:
-        token_ids = await asyncio.to_thread(encode, text, max_tokens, add_special_tokens=add_special_tokens)
+        token_ids = await asyncio.to_thread(
+            services.tokenizer.encode, text, limit, add_special_tokens=add_special_tokens
+        )
     except PromptTooLong as error:
         raise context_length_exceeded(param, info.max_model_len, error.at_least, at_least=True) from None
     if (max_id := max(token_ids, default=0)) >= info.vocab_size:

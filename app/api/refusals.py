@@ -4,7 +4,8 @@ No field is ignored in silence. It is honoured (schemas.py), or refused here unl
 unknown field at the top level leads to a warning in the answer, unless it is a label that SDKs and gateways add.
 """
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from app.api.responses_schemas import ResponsesRequest
@@ -78,11 +79,9 @@ def _table(*rows: tuple[str, Harmless, str]) -> tuple[Refusal, ...]:
 
 
 REFUSALS = _table(
-    ("logprobs", _is(False), _LOGPROBS),
-    ("top_logprobs", _number(0), _LOGPROBS),
+    ("logprobs return_logprob", _is(False), _LOGPROBS),
+    ("top_logprobs n_probs top_logprobs_num", _number(0), _LOGPROBS),
     ("prompt_logprobs", _never, _LOGPROBS),
-    ("return_logprob", _is(False), _LOGPROBS),
-    ("n_probs top_logprobs_num", _number(0), _LOGPROBS),
     ("response_format", _is({"type": "text"}), GRAMMAR),
     ("structured_outputs", empty, GRAMMAR),
     ("guided_json guided_regex guided_choice guided_grammar guided_decoding_backend", _never, GRAMMAR),
@@ -92,15 +91,13 @@ REFUSALS = _table(
     ("function_call", _is("none", "auto"), _TOOLS),
     ("best_of", _not_above_one, _BEST_OF),
     ("use_beam_search", _is(False), "Beam search is not supported: DFlash verifies one sequence. Leave `{}` out."),
-    ("length_penalty", _number(1), _SAMPLING),
+    ("length_penalty typical_p", _number(1), _SAMPLING),
     ("logits_processors", empty, _SAMPLING),
-    ("custom_logit_processor", _never, _SAMPLING),
+    ("custom_logit_processor thinking_token_budget", _never, _SAMPLING),
     ("allowed_token_ids", _never, _CANDIDATES),
     ("bad_words", empty, _CANDIDATES),
-    ("typical_p", _number(1), _SAMPLING),
     ("mirostat dry_multiplier xtc_probability", _number(0), _SAMPLING),
     ("top_n_sigma", _number(-1, 0), _SAMPLING),
-    ("thinking_token_budget", _never, _SAMPLING),
     ("max_new_tokens n_predict max_output_tokens", _never, _OTHER_NAME),
     ("min_new_tokens", _number(0), "`{}`: not this API's name for it. Use `min_tokens`."),
     ("repeat_penalty", _number(1), "`{}`: not this API's name for it. Use `repetition_penalty`."),
@@ -109,15 +106,13 @@ REFUSALS = _table(
     ("extra_body", empty, "`{}`: the SDK's argument, not a field. Send what is in it at the top level."),
     ("sampling_params", empty, "`{}`: not this API's form. Send what is in it at the top level."),
     ("suffix", empty, "`{}` is not supported: this is no fill-in-the-middle model. Leave it out."),
-    ("no_stop_trim", _is(False), _OUTPUT),
+    ("no_stop_trim return_tokens_as_token_ids return_token_ids return_hidden_states", _is(False), _OUTPUT),
+    ("stream_options.include_obfuscation", _is(False), _OUTPUT),
     ("stop_regex", empty, "`{}` is not supported. Use `stop` with plain strings."),
     ("spaces_between_special_tokens", _is(True, False), _OUTPUT),
-    ("return_tokens_as_token_ids return_token_ids return_hidden_states", _is(False), _OUTPUT),
-    ("stream_options.include_obfuscation", _is(False), _OUTPUT),
-    ("chat_template", _never, _TEMPLATE),
+    ("chat_template verbosity", _never, _TEMPLATE),
     ("thinking reasoning thinking_budget", _never, _THINKING),
     ("stream_reasoning", _is(True), _THINKING),
-    ("verbosity", _never, _TEMPLATE),
     ("documents", empty, _TEMPLATE),
     ("truncate_prompt_tokens", _never, "`{}` is not supported: a prompt is never cut in silence. Shorten it."),
     ("modalities", _is(["text"]), _MODALITY),
@@ -127,10 +122,8 @@ REFUSALS = _table(
     ("prompt_embeds input_embeds", _never, "Prompts are text or token ids here. Leave `{}` out."),
     ("priority", _number(0), "Requests are served in the order of their arrival. Leave `{}` out."),
     ("prediction", _never, "The DFlash draft predicts the output here. Leave `{}` out."),
-    ("lora_path lora_request", _never, _ENGINE),
-    ("session_params custom_params", empty, _ENGINE),
-    ("kv_transfer_params", _never, _ENGINE),
-    ("vllm_xargs", empty, _ENGINE),
+    ("lora_path lora_request kv_transfer_params", _never, _ENGINE),
+    ("session_params custom_params vllm_xargs", empty, _ENGINE),
 )
 
 _CHAT_ONLY = "`{}` belongs to /v1/chat/completions. Leave it out."
@@ -198,15 +191,11 @@ def _for_responses() -> tuple[Refusal, ...]:
     return RESPONSES + others + _table((" ".join(sorted(chat)), _never, _CHAT_ONLY))
 
 
-_RESPONSES_AND_CHATS = _for_responses()
-
-
-def refusals_of(model: type[Body]) -> tuple[Refusal, ...]:
-    """Return the refusals for bodies of `model`."""
-    if issubclass(model, ResponsesRequest):
-        return _RESPONSES_AND_CHATS
-    return REFUSALS + ELSEWHERE.get(model, ())
-
+REFUSED: dict[type[Body], tuple[Refusal, ...]] = defaultdict(
+    lambda: REFUSALS,
+    {model: REFUSALS + refusals for model, refusals in ELSEWHERE.items()} | {ResponsesRequest: _for_responses()},
+)
+"""The refusals for bodies of a model."""
 
 LABELS = frozenset(("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"))
 """Fields that mean nothing here, and pass without a warning."""
@@ -215,14 +204,3 @@ LABELS = frozenset(("user", "metadata", "service_tier", "safety_identifier", "pr
 def asks(value: Any) -> bool:
     """Return True unless the value of an unknown field is null, false or empty, which asks for nothing."""
     return value is not None and value is not False and not empty(value)
-
-
-def find_refusal(raw: dict[str, Any], table: Sequence[Refusal]) -> Refusal | None:
-    """Return the first row of the table that refuses a field of this body."""
-    for refusal in table:
-        value: Any = raw
-        for name in refusal.field.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
-        if value is not None and not refusal.harmless(value):
-            return refusal
-    return None

@@ -12,7 +12,7 @@ from app.api import openapi
 from app.api.body import parse
 from app.api.chat import converse
 from app.api.errors import ApiError, bad_request
-from app.api.generate import answer, receive
+from app.api.generate import Received, answer, receive
 from app.api.responses_answers import ResponseAnswers
 from app.api.responses_schemas import (
     ChosenFunction,
@@ -43,9 +43,10 @@ async def responses(request: Request) -> Response:
     received = await receive(request, ResponsesRequest)
     conversation = Conversation(received.body)
     with conversation.errors_of_its_fields():
-        chat = received.with_body(parse(conversation.as_chat(), ConversationRequest, received.services.metrics))
+        body = parse(conversation.as_chat(), ConversationRequest, received.services.metrics)
+        chat: Received[ConversationRequest] = replace(received, body=body)  # type: ignore[arg-type, assignment]
         choices = await converse(chat)
-    choices.warnings = [conversation.warning_of_its_field(warning) for warning in choices.warnings]
+    choices.warnings = [one | {"param": conversation.own_name(one["param"])} for one in choices.warnings]
     defaults = received.services.tokenizer.defaults
     return await answer(chat, choices, ResponseAnswers(received.body, received.model_name, defaults, choices))
 
@@ -92,11 +93,9 @@ class Conversation:
         try:
             yield
         except ApiError as error:
-            raise replace(error, message=self._renamed(error), param=error.param and self._name(error.param)) from None
-
-    def warning_of_its_field(self, warning: dict[str, Any]) -> dict[str, Any]:
-        """Return a warning about a field of chat with the name of the request's own."""
-        return warning | {"param": self._name(warning["param"])}
+            raise replace(
+                error, message=self._renamed(error), param=error.param and self.own_name(error.param)
+            ) from None
 
     def _renamed(self, error: ApiError) -> str:
         """Return the message with the request's own names of fields. Texts in quotes or backticks may be the client's.
@@ -109,11 +108,11 @@ class Conversation:
         def rename(found: re.Match[str]) -> str:
             field: str | None = found[1]
             is_field = field and (found.start() in places or ("." not in param and field in _NAMES))
-            return f"`{self._name(field)}`" if field and is_field else found[0]
+            return f"`{self.own_name(field)}`" if field and is_field else found[0]
 
         return re.sub(r'"(?:[^"\\]|\\.)*"|`([^`]+)`', rename, error.message)
 
-    def _name(self, field: str) -> str:
+    def own_name(self, field: str) -> str:
         """Return the request's field that a field of chat comes from."""
         sources = {f"messages.{index}": source for index, source in enumerate(self._sources)}
         if source := sources.get(".".join(field.split(".")[:2])):
@@ -134,7 +133,9 @@ class Conversation:
             self._extend_turn(source, item)
 
     def _extend_turn(self, source: str, item: InputMessage | FunctionCallItem | ReasoningItem) -> None:
-        if not self._messages or not _may_follow(item, self._messages[-1]):
+        last = self._messages[-1] if self._messages else {"role": None}
+        is_call = isinstance(item, FunctionCallItem)  # Only a call may follow text or a call.
+        if last["role"] != "assistant" or not (is_call or (not last["content"] and "tool_calls" not in last)):
             self._add(source, role="assistant", content="")
         turn = self._messages[-1]
         self._sources[-1] = source
@@ -148,13 +149,6 @@ class Conversation:
             turn["content"] = _text(item.content)
         elif item.text:
             turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), item.text)))
-
-
-def _may_follow(item: InputMessage | FunctionCallItem | ReasoningItem, message: dict[str, Any]) -> bool:
-    """Return True if the item belongs to the message. Only a call may follow text or a call."""
-    if message["role"] != "assistant":
-        return False
-    return isinstance(item, FunctionCallItem) or (not message["content"] and "tool_calls" not in message)
 
 
 def _text(content: InputText) -> str:

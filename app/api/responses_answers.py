@@ -22,7 +22,7 @@ class ResponseAnswers:
 
     def __init__(self, asked: ResponsesRequest, model: str, defaults: GenerationDefaults, choices: Choices) -> None:
         self._choices = choices
-        self._head = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": _now()}
+        self._head = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time())}
         self._head |= {"model": model, **_echo(asked, defaults)}
         self._numbers = itertools.count()
         self._output: list[dict[str, Any]] = []
@@ -108,7 +108,7 @@ class ResponseAnswers:
     def _response(self, status: str) -> dict[str, Any]:
         response = self._head | {
             "status": status,
-            "completed_at": _now() if status == "completed" else None,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": list(self._output),
@@ -163,11 +163,6 @@ class _TextItem:
 
 def _item_event(what: str, index: int, item: dict[str, Any]) -> Event:
     return {"type": f"response.output_item.{what}", "output_index": index, "item": item}
-
-
-def _now() -> int:
-    """Return seconds since the epoch, which a response says and nothing is measured by."""
-    return int(time.time())
 
 
 def _new_id(prefix: str) -> str:

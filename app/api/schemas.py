@@ -6,7 +6,7 @@ Values are strict, so that "5" is not a number. Every list has a maximum length 
 """
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator
@@ -76,10 +76,6 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
     include_speculation: bool | None = None
 
-    @property
-    def wants_continuous_usage(self) -> bool:
-        return bool(self.continuous_usage_stats) and self.include_usage is not False
-
 
 class ModelRequest(Body):
     """A request that may name a model. A field is None if it was absent or null."""
@@ -111,12 +107,6 @@ class SamplingRequest(ModelRequest):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     speculate: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_LENGTH)] | None = None
-
-    @property
-    def stop_strings(self) -> list[str]:
-        if self.stop is None:
-            return []
-        return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
     def num_choices(self) -> int:
@@ -192,9 +182,8 @@ class CalledFunction(Body):
     def _check_json_object(cls, value: str | None) -> str | None:
         try:
             parsed = json.loads(value or "{}")
-            json.dumps(
-                parsed, ensure_ascii=False, allow_nan=False
-            ).encode()  # Raises for NaN and for half a surrogate pair.
+            # Raises for NaN and for half a surrogate pair.
+            json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, RecursionError):
             parsed = None
         if not isinstance(parsed, dict):
@@ -246,15 +235,14 @@ class ChatMessage(Body):
 
     @property
     def text(self) -> str:
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        return "\n".join(part.text for part in self.content if isinstance(part, TextPart))
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(part.text for part in self.content or () if isinstance(part, TextPart))
 
     @property
     def thinking(self) -> str:
         """The text of the parts that are reasoning."""
-        parts = self.content if isinstance(self.content, list) else []
-        return "\n".join(part.thinking for part in parts if isinstance(part, ThinkingPart))
+        return "\n".join(part.thinking for part in self.content or () if isinstance(part, ThinkingPart))
 
     @property
     def any_reasoning(self) -> str:
@@ -298,13 +286,11 @@ class Tool(Body):
 
 
 class NamedFunction(Body):
-    """Name of a function that must be called."""
-
     name: FunctionName
 
 
 class NamedTool(Body):
-    """A tool choice that names a function."""
+    """The function that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -346,9 +332,7 @@ class TemplatedRequest(ModelRequest):
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
         """Tools that the prompt shows to the model."""
-        if self.tool_choice == "none":
-            return []
-        return [tool.for_template() for tool in self.tools or []]
+        return [] if self.tool_choice == "none" else [tool.for_template() for tool in self.tools or []]
 
 
 class ChatCompletionRequest(TemplatedRequest, GenerationRequest):
@@ -376,16 +360,15 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
 
     @property
-    def prompt_is_one(self) -> bool:
-        return isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
-
-    @property
     def num_prompts(self) -> int:
         return len(self.prompts)
 
     @property
-    def prompts(self) -> Sequence[str | list[int]]:
-        return cast("list[str | list[int]]", [self.prompt] if self.prompt_is_one else self.prompt)
+    def prompts(self) -> dict[str, str | list[int]]:
+        """The prompts, by the names of their fields in errors."""
+        if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
+            return {"prompt": cast("str | list[int]", self.prompt)}
+        return {f"prompt.{i}": cast("str | list[int]", prompt) for i, prompt in enumerate(self.prompt)}
 
 
 class TokenizeRequest(ModelRequest):

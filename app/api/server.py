@@ -1,14 +1,20 @@
 """One server without HTTP's sockets: tokenizer, engine, application. A process or Ray Serve hosts it."""
 
 import asyncio
+import functools
 import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.api.app import create_app
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from app.api import chat, completions, errors, openapi, ops, responses
+from app.api.middleware import Cors, Gate, Hold, RequestIds
 from app.api.services import Services
 from app.config.settings import Config
 from app.engine_client.admission import Admission
@@ -26,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "app.engine.process")
 _LOG_METRICS_SECONDS = 10.0
+ROUTERS = (chat.router, completions.router, responses.router, ops.router)
 
 
 class Server:
     """Engine and application of one model. `target` and `draft` are the checkpoints' folders.
 
-    Requests wait for an engine that is loading, for `hold_seconds` at most.
-    The constructor raises TokenizerError or ChatTemplateError for files that cannot be used, and ConfigError for
-    settings that exclude each other. It opens no socket.
+    While the engine loads, requests wait for `hold_seconds` at most. The constructor opens no socket. It raises
+    TokenizerError or ChatTemplateError for files that cannot be used, and ConfigError for settings that exclude others.
     """
 
     def __init__(
@@ -44,7 +50,11 @@ class Server:
         engine_command: Sequence[str] = ENGINE_COMMAND,
         hold_seconds: float = 0.0,
     ) -> None:
-        tracer = _tracer(config)
+        tracer: Tracer | None = None
+        if config.otlp_traces_endpoint is not None:
+            from app.api.tracing import tracer_to
+
+            tracer = tracer_to(config.otlp_traces_endpoint)
         tokenizer = Tokenizer(target)
         _warn(tokenizer, config)
         settings = encode_config(config.for_engine(target, draft))
@@ -66,8 +76,7 @@ class Server:
 
     def start(self) -> None:
         """Start the engine process and return. `bind` comes before."""
-        defaults = asdict(self.services.tokenizer.defaults).items()
-        sampling = ", ".join(f"{name} {value:g}" for name, value in defaults)
+        sampling = ", ".join(f"{name} {x:g}" for name, x in asdict(self.services.tokenizer.defaults).items())
         logger.info("sampling where a request says nothing: %s", sampling)
         self.engine.start()
         self._logging = asyncio.create_task(self._log_metrics())
@@ -89,10 +98,7 @@ class Server:
         await self.engine.drain(self.config.shutdown_timeout)
 
     async def stop(self, grace: float = 5.0) -> None:
-        """End the engine process, which gets `grace` seconds to do that itself, and so has each receiver. Idempotent.
-
-        Receivers are those of KV events and of spans.
-        """
+        """End the engine process, and the senders of KV events and spans; each gets `grace` seconds. Idempotent."""
         await self.engine.shutdown(grace)
         if self._logging is not None:
             self._logging.cancel()
@@ -107,14 +113,6 @@ class Server:
             self.services.metrics.log_line()
 
 
-def _tracer(config: Config) -> "Tracer | None":
-    if config.otlp_traces_endpoint is None:
-        return None
-    from app.api.tracing import tracer_to
-
-    return tracer_to(config.otlp_traces_endpoint)
-
-
 def _warn(tokenizer: Tokenizer, config: Config) -> None:
     """Log settings and tokenizer files that this server cannot honour."""
     for name in config.default_chat_template_kwargs:
@@ -127,3 +125,35 @@ def _warn(tokenizer: Tokenizer, config: Config) -> None:
             tokenizer.max_id,
             tokenizer.model_vocab_size - 1,
         )
+
+
+def create_app(services: Services, hold_seconds: float = 0.0) -> ASGIApp:
+    """Return the HTTP application. While the engine loads, a request waits for it for `hold_seconds` at most."""
+    config = services.config
+    app = FastAPI(
+        title="dflash-server",
+        version=version("dflash-server"),
+        description="OpenAI-compatible serving with DFlash block-diffusion speculative decoding.",
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.root_path = config.root_path
+    app.state.services = services
+    errors.install(app, services.metrics)
+    for router in ROUTERS:
+        app.include_router(router)
+    needed = bool(services.api_keys), bool(config.admin_key)
+    app.openapi = functools.cache(functools.partial(openapi.describe, app, *needed))  # type: ignore[method-assign]
+    keys = [*services.api_keys, *config.admin_key] if services.api_keys else []
+    held = Hold(app, services.engine, hold_seconds) if hold_seconds else app
+    layers: ASGIApp = Gate(held, keys, config.root_path)
+    if config.allowed_origins:
+        layers = Cors(
+            layers,
+            allow_origins=config.allowed_origins,
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    return RequestIds(layers, lambda: services.is_leaving or services.engine.state.phase == "draining")

@@ -1,8 +1,9 @@
-"""What the handlers of one server share: settings, engine, tokenizer, metrics."""
+"""What the handlers of one server share, and what they read from the head of a request."""
 
 import math
 import time
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 from fastapi import Request
 
@@ -12,7 +13,6 @@ from app.config.settings import Config
 from app.engine_client.client import EngineClient
 from app.metrics import Metrics
 from app.text.parsers import family_for, reasoning_for
-from app.text.parsers.reasoning import ReasoningParser
 from app.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -21,36 +21,29 @@ if TYPE_CHECKING:
 TIMEOUT_HEADER = "X-Request-Timeout"
 
 
+@dataclass(eq=False)
 class Services:
     """What the handlers of one server share. `api_keys` are those of the settings and of their file.
 
-    `reasoning` (by `reasoning_parser`) and the calls of `tool_family` are parsed out of chat answers. A parser set to
-    `auto` follows the chat template, which follows a named family. While the server `is_leaving`, /ready
-    answers 503, and requests are still served. `num_unread_bytes` counts the bytes of bodies that have not arrived
-    whole. `tracer` makes a span of each request.
+    `reasoning_parser` and `tool_family` parse reasoning and calls out of chat answers, unless they are None. Set to
+    `auto` they follow the chat template, which follows a named family. While the server `is_leaving`, /ready answers
+    503, and requests are still served. `num_unread_bytes` counts the bytes of bodies that have not arrived whole.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        engine: EngineClient,
-        tokenizer: Tokenizer,
-        metrics: Metrics,
-        tracer: "Tracer | None" = None,
-    ) -> None:
-        source = tokenizer.chat_template.source or ""
-        self.config = config
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.metrics = metrics
-        self.tracer = tracer
-        self.api_keys = config.api_keys()
-        reasoning = reasoning_for(config.reasoning_parser, source)
-        self.reasoning = reasoning is not None
-        self.reasoning_parser = reasoning or ReasoningParser
-        self.tool_family = family_for(config.tool_call_parser, source)
+    config: Config
+    engine: EngineClient
+    tokenizer: Tokenizer
+    metrics: Metrics
+    tracer: "Tracer | None" = None
+
+    def __post_init__(self) -> None:
+        template = self.tokenizer.chat_template
+        self.api_keys = self.config.api_keys()
+        self.model_names = self.config.model_names
+        self.reasoning_parser = reasoning_for(self.config.reasoning_parser, template.source or "")
+        self.tool_family = family_for(self.config.tool_call_parser, template.source or "")
         if self.tool_family is not None:
-            tokenizer.chat_template.family = self.tool_family
+            template.family = self.tool_family
         self.num_unread_bytes = 0
         self.is_leaving = False
         self.created = int(time.time())
@@ -80,15 +73,11 @@ class Services:
 
     def served_name(self, name: str | None) -> str:
         """Return the name to answer with. Raise ApiError 404 for a model that is not here."""
-        names = self.config.model_names
-        if name is None:
-            return names[0]
-        if name not in names:
-            raise model_not_found(name, names)
-        return name
+        if name is not None and name not in self.model_names:
+            raise model_not_found(name, self.model_names)
+        return name or self.model_names[0]
 
 
 def services_of(request: Request) -> Services:
     """Return the Services that the application was made with."""
-    services: Services = request.app.state.services
-    return services
+    return cast("Services", request.app.state.services)

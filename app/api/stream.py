@@ -31,9 +31,9 @@ T = TypeVar("T")
 class Piece:
     """New part of the choice `index`. The last piece of a choice has a `finish_reason`.
 
-    `parts` is what was parsed, in its order. `num_earlier_calls` counts the tool calls of earlier pieces. `steps` is
-    empty unless the client wants them. A step has its number of drafts `verified` and `accepted`, and the texts of its
-    `tokens`. `stop_reason` and `matched_stop` of a last piece are what ended the choice, as vLLM and SGLang name it.
+    `parts` is what was parsed, in order. `num_earlier_calls` counts the tool calls of earlier pieces. `steps`, if the
+    client wants them, have the numbers of drafts `verified` and `accepted`, and the texts of their `tokens`.
+    `stop_reason` and `matched_stop` of a last piece are what ended the choice, as vLLM and SGLang name it.
     """
 
     index: int
@@ -67,6 +67,7 @@ class Choice:
     """One choice: its deltas, decoded, cut at stop strings and parsed. A stop string aborts the request.
 
     `with_steps` splits the text into steps and tokens. A stop token of `eos_ids` is the model's own end.
+    `num_before_content` counts the tokens of the reasoning and its marks, if the parser has found some.
     """
 
     index: int
@@ -79,13 +80,7 @@ class Choice:
     cached_tokens: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     has_begun: bool = False
-    _num_before_content: int = 0
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """Number of tokens of the reasoning and its marks."""
-        reasoning = self.parser.reasoning
-        return self._num_before_content if reasoning and reasoning.has_reasoned else 0
+    num_before_content: int = 0
 
     def take(self) -> Piece | None:
         """Return what has arrived since the last call, or None. Raises ApiError if the engine failed on the request."""
@@ -97,13 +92,11 @@ class Choice:
             message = "The request was not done by its deadline (--request-timeout, X-Request-Timeout) and was ended."
             raise ApiError(504, f"{message} Its answer is incomplete.", code="deadline_exceeded")
         if delta.finish_reason in ("error", "abort"):
-            raise self._error(delta.error or "the request was aborted")
+            reason = delta.error or "the request was aborted"
+            if (phase := self.engine.state.phase) != "ready":
+                raise unavailable(f"The engine stopped before the answer was done: {reason}.", f"engine_{phase}")
+            raise ApiError(500, f"The engine failed on this request: {reason}.", code="engine_error")
         return self._read(delta)
-
-    def _error(self, reason: str) -> ApiError:
-        if (phase := self.engine.state.phase) != "ready":
-            return unavailable(f"The engine stopped before the answer was done: {reason}.", f"engine_{phase}")
-        return ApiError(500, f"The engine failed on this request: {reason}.", code="engine_error")
 
     def _read(self, delta: TokenDelta) -> Piece:
         """Return the piece of a delta. Tokens after the end of the answer are not read."""
@@ -121,7 +114,7 @@ class Choice:
             texts.append("".join(part.content for part in parsed) if is_hidden else text)
             parts += parsed
             if is_before_content:
-                self._num_before_content = detokenizer.num_tokens
+                self.num_before_content = detokenizer.num_tokens
             if is_over := detokenizer.finish_reason is not None or parser.has_all_calls:
                 break
         reason: Reason | None = None
@@ -205,14 +198,13 @@ class Choices:
         num_prompt = self.num_prompt_tokens
         num_new = sum(choice.detokenizer.num_tokens for choice in self._choices)
         cached = sum(choice.cached_tokens for choice in self._choices[:: self.num_per_prompt])
+        reasoned = [one for one in self._choices if one.parser.reasoning and one.parser.reasoning.has_reasoned]
         usage: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_new,
             "total_tokens": num_prompt + num_new,
             "prompt_tokens_details": {"cached_tokens": cached},
-            "completion_tokens_details": {
-                "reasoning_tokens": sum(choice.num_reasoning_tokens for choice in self._choices)
-            },
+            "completion_tokens_details": {"reasoning_tokens": sum(one.num_before_content for one in reasoned)},
         }
         if with_speculation:
             counts = sum((choice.counts for choice in self._choices), Counter[str]())
@@ -283,8 +275,7 @@ class EventStream(StreamingResponse):
     def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._events = events
-        self._close = close
+        self._events, self._close = events, close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

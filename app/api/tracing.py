@@ -1,18 +1,19 @@
 """Spans of requests, sent by OpenTelemetry's protocol (OTLP) with vLLM's names of attributes.
 
-This file alone imports OpenTelemetry. It is imported where `--otlp-traces-endpoint` is set.
+Only this file imports OpenTelemetry. It is imported if `--otlp-traces-endpoint` is set.
 """
 
 import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -51,8 +52,16 @@ class Tracer:
         def end() -> None:
             timelines = choices.timelines
             ended, seconds = time.time_ns(), time.monotonic() - timelines[0].arrived
-            latencies = {"gen_ai.latency.e2e": seconds} | dict(_latencies(timelines))
-            attributes = asked | _usage(choices) | latencies | _speculation(timelines)
+            usage = choices.usage(with_speculation=False)
+            attributes = asked | {
+                "gen_ai.usage.prompt_tokens": usage["prompt_tokens"],
+                "gen_ai.usage.completion_tokens": usage["completion_tokens"],
+                "gen_ai.usage.num_sequences": len(timelines),
+                "gen_ai.response.finish_reasons": [timeline.outcome for timeline in timelines],
+                "gen_ai.latency.e2e": seconds,
+                "dflash.cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            }
+            attributes |= dict(_latencies(timelines)) | _speculation(timelines)
             arrived = ended - int(1e9 * seconds)
             span = self._tracer.start_span("llm_request", parent, SpanKind.SERVER, attributes, start_time=arrived)
             if (failure := _failure(timelines)) is not None:
@@ -70,28 +79,8 @@ class Tracer:
 
 def tracer_to(endpoint: str) -> Tracer:
     """Return a tracer that sends to a collector."""
-    return Tracer(BatchSpanProcessor(_exporter(endpoint)))
-
-
-def _exporter(endpoint: str) -> SpanExporter:
-    if otlp_protocol() == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Grpc
-
-        return Grpc(endpoint)
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Http
-
-    return Http(endpoint)
-
-
-def _usage(choices: Choices) -> dict[str, Any]:
-    usage = choices.usage(with_speculation=False)
-    return {
-        "gen_ai.usage.prompt_tokens": usage["prompt_tokens"],
-        "gen_ai.usage.completion_tokens": usage["completion_tokens"],
-        "gen_ai.usage.num_sequences": len(choices.timelines),
-        "gen_ai.response.finish_reasons": [timeline.outcome for timeline in choices.timelines],
-        "dflash.cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
-    }
+    module = import_module(f"opentelemetry.exporter.otlp.proto.{otlp_protocol().partition('/')[0]}.trace_exporter")
+    return Tracer(BatchSpanProcessor(module.OTLPSpanExporter(endpoint)))
 
 
 def _latencies(timelines: list[Timeline]) -> Iterator[tuple[str, float]]:

@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from pydantic import BaseModel
 
 from app.api.errors import bad_request, clip, context_length_exceeded, unsupported
-from app.api.refusals import LABELS, asks, refusals_of
+from app.api.refusals import LABELS, REFUSED, asks
 from app.api.schemas import Body, ChatMessage, GenerationRequest, TemplatedRequest
 from app.api.services import Services
 from app.metrics import Metrics
@@ -19,24 +19,18 @@ _LEVELS = ("low", "medium", "high")
 
 
 def token_budget(
-    param: str,
-    prompt: int,
-    max_tokens: int | None,
-    default: int | None,
-    limit: int,
-    max_tokens_param: str = "max_tokens",
+    param: str, prompt: int, max_tokens: int | None, default: int | None, limit: int, max_param: str = "max_tokens"
 ) -> int:
     """Return the number of tokens that a request may generate, so that prompt and answer fit `limit` together.
 
     The client's `max_tokens` must fit. Without it the budget is `default`, or all that fits if that is less. Raises
-    ApiError `context_length_exceeded` about the prompt's field `param`, or about `max_tokens_param` if that alone
-    exceeds `limit`.
+    ApiError about the prompt's field `param`, or about `max_param` if that exceeds `limit` without the prompt.
     """
     room = limit - prompt
     if room < 1:
         raise context_length_exceeded(param, limit, prompt)
     if max_tokens is not None and max_tokens > room:
-        raise context_length_exceeded(param if max_tokens <= limit else max_tokens_param, limit, prompt, max_tokens)
+        raise context_length_exceeded(param if max_tokens <= limit else max_param, limit, prompt, max_tokens)
     return max_tokens or min(room, default or room)
 
 
@@ -106,25 +100,24 @@ def _check_message(where: str, message: ChatMessage) -> None:
     if message.content is None and not (message.role == "assistant" and message.tool_calls):
         beside = " or `tool_calls`" if message.role == "assistant" else ""
         raise bad_request(f"`{where}.content`{beside} is required.", f"{where}.content", "missing_parameter")
-    given = {
-        field: getattr(message, field) for field in ("tool_calls", "reasoning_content", "reasoning", "tool_call_id")
-    }
-    for field, value in (given | {"content": message.thinking}).items():
+    fields = ("tool_calls", "reasoning_content", "reasoning", "tool_call_id")
+    for field, value in [*((field, getattr(message, field)) for field in fields), ("content", message.thinking)]:
         role = "tool" if field == "tool_call_id" else "assistant"
         if value and message.role != role:
             param, what = f"{where}.{field}", "Reasoning in " if field == "content" else ""
             raise bad_request(f"{what}`{param}` belongs to messages of the role {role}, not {message.role}.", param)
-    if len({given["reasoning_content"], given["reasoning"], message.thinking} - {None, ""}) > 1:
-        param = f"{where}.reasoning" if given["reasoning"] else f"{where}.reasoning_content"
+    if len({message.reasoning_content, message.reasoning, message.thinking} - {None, ""}) > 1:
+        param = f"{where}.reasoning" if message.reasoning else f"{where}.reasoning_content"
         raise bad_request(f"`{param}` and other reasoning of the message differ. Send one of them.", param)
 
 
 def check_template(body: TemplatedRequest, services: Services) -> None:
     """Raise ApiError for fields that need what the model's chat template or its parsers do not have."""
     template, family = services.tokenizer.chat_template, services.tool_family
-    separates = services.reasoning and getattr(body, "separate_reasoning", None) is not False
+    reasons = services.reasoning_parser is not None
+    separates = reasons and getattr(body, "separate_reasoning", None) is not False
     if getattr(body, "include_reasoning", None) is False and not separates:
-        why = "`separate_reasoning` is false" if services.reasoning else "this server parses none (--reasoning-parser)"
+        why = "`separate_reasoning` is false" if reasons else "this server parses none (--reasoning-parser)"
         raise unsupported(
             f"`include_reasoning` false leaves parsed reasoning out, but {why}. Leave it out.", "include_reasoning"
         )
@@ -177,7 +170,7 @@ def _check_switches(body: TemplatedRequest, known: list[str]) -> None:
 
 def warn_of_unknown_fields(body: Body, metrics: Metrics) -> list[Json]:
     """Return a warning for each unknown field at the top level, with the name that it may be meant for."""
-    known = LABELS | {refusal.field for refusal in refusals_of(type(body))}
+    known = LABELS | {refusal.field for refusal in REFUSED[type(body)]}
     names = [name for name, value in (body.model_extra or {}).items() if name not in known and asks(value)]
     metrics.count("unknown_fields", len(names))
     warnings = []

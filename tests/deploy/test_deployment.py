@@ -23,7 +23,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from app.api.app import ROUTERS
+from app.api.server import ROUTERS
 from app.config.error import ConfigError
 from app.config.flags import parse_flags, serve_parser
 from app.config.settings import Config, env_name

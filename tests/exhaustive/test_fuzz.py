@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.api.refusals import refusals_of
+from app.api.refusals import REFUSED
 from app.api.responses_schemas import ResponsesRequest
 from app.api.schemas import ChatCompletionRequest, CompletionRequest
 from tests.fast.api.served import Server
@@ -42,7 +42,7 @@ anything = st.recursive(
 
 def fields_of(path: str) -> list[str]:
     """All names that mean something there, those that are refused included."""
-    return sorted({*MODELS[path].model_fields, *(refusal.field for refusal in refusals_of(MODELS[path]))} - {"stream"})
+    return sorted({*MODELS[path].model_fields, *(refusal.field for refusal in REFUSED[MODELS[path]])} - {"stream"})
 
 
 def near(path: str) -> st.SearchStrategy[dict[str, Any]]:

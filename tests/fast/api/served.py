@@ -26,7 +26,7 @@ from openai import OpenAI
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from app.api import body, connection
-from app.api.app import create_app
+from app.api.server import create_app
 from app.api.services import Services
 from app.config.settings import Config
 from app.engine_client.admission import Admission

@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-from app.api.sampling import seed_of_choice
+from app.api.generate import seed_of_choice
 from app.api.schemas import MAX_CHOICES
 from tests.fast.api.connections import connect
 

@@ -159,7 +159,8 @@ def test_with_the_parser_off_all_is_content(start, template, stream):
 def test_the_parser_is_chosen_by_its_setting_or_from_the_template(model_folder, tmp_path, said, template, on):
     with serving_template(model_folder, tmp_path / "own", template) as server:
         config = Config(reasoning_parser=said)
-        assert Services(config, server.engine, server.tokenizer, server.metrics).reasoning is on
+        services = Services(config, server.engine, server.tokenizer, server.metrics)
+        assert (services.reasoning_parser is not None) is on
 
 
 def test_reasoning_that_is_sent_back_is_accepted_and_left_to_the_template(server):

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from app.api.refusals import RESPONSES, refusals_of
+from app.api.refusals import REFUSED, RESPONSES
 from app.api.responses_schemas import ResponsesRequest
 from app.api.schemas import ChatCompletionRequest
 from tests.fast.api.errors import error_of
@@ -216,7 +216,7 @@ def test_every_row_of_the_table_is_tried_with_a_harmful_value():
     assert {refusal.field for refusal in RESPONSES} <= HARMFUL.keys()
 
 
-@pytest.mark.parametrize("refusal", refusals_of(ResponsesRequest), ids=lambda refusal: refusal.field)
+@pytest.mark.parametrize("refusal", REFUSED[ResponsesRequest], ids=lambda refusal: refusal.field)
 def test_a_field_that_cannot_be_honoured_is_refused_by_name_and_never_reaches_the_engine(server, refusal):
     before = server.metric("request_refused_total", param=refusal.field)
     values = HARMFUL.get(refusal.field, [value for value in (True, "x", 2) if not refusal.harmless(value)][:1])
@@ -232,7 +232,7 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_name_and_never_reaches_th
 
 
 def test_no_field_of_chat_is_ignored_here():
-    known = ResponsesRequest.model_fields.keys() | {refusal.field for refusal in refusals_of(ResponsesRequest)}
+    known = ResponsesRequest.model_fields.keys() | {refusal.field for refusal in REFUSED[ResponsesRequest]}
     assert set(ChatCompletionRequest.model_fields) - known == set()
 
 
