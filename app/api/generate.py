@@ -15,7 +15,7 @@ from app.api.answers import json_response
 from app.api.body import parse, read_json
 from app.api.errors import bad_request
 from app.api.prompts import Prompt, unknown_id
-from app.api.schemas import ChatCompletionRequest, GenerationRequest, NamedTool, SamplingRequest
+from app.api.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest, NamedTool, SamplingRequest
 from app.api.services import Services, services_of
 from app.api.stream import Answers, Choice, Choices, EventStream, events, unless_gone
 from app.api.validation import warn_of_unknown_fields
@@ -37,7 +37,7 @@ class Received(Generic[BodyT_co]):
     """One generation request whose body is valid.
 
     `arrived` and `deadline` are seconds of time.monotonic(). `info` is the engine that was ready on arrival. `warnings`
-    are about the body, and go into the answer.
+    are about the body, and go into the answer. `num_sequences` counts the choices of all prompts.
     """
 
     request: Request
@@ -48,18 +48,18 @@ class Received(Generic[BodyT_co]):
     arrived: float
     deadline: float | None
     warnings: Sequence[dict[str, Any]]
+    num_sequences: int
 
     def acquire(self) -> Permits:
         """Acquire a permit for every choice. Raises Busy or EngineUnavailable."""
-        num_sequences = self.body.num_prompts * self.body.num_choices
-        return self.services.engine.acquire(self.services.client_id(self.request), num_sequences)
+        return self.services.engine.acquire(self.services.client_id(self.request), self.num_sequences)
 
 
 async def receive(request: Request, model: type[BodyT], *, is_admitted: bool = True) -> Received[BodyT]:
     """Read and check the body of a request. Raises ApiError, Busy or EngineUnavailable.
 
-    Unless `is_admitted` only the prompt is wanted. A full queue refuses none of these requests, because routers ask for
-    prompts of requests that they send elsewhere.
+    Unless `is_admitted` only the prompt is wanted, for which a full queue refuses nobody: routers ask for prompts of
+    requests that they send elsewhere.
     """
     arrived = time.monotonic()
     services = services_of(request)
@@ -69,16 +69,17 @@ async def receive(request: Request, model: type[BodyT], *, is_admitted: bool = T
     body = parse(await read_json(request), model, services.metrics)
     name = services.served_name(body.model)
     warnings = warn_of_unknown_fields(body, services.metrics)
+    num_prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
+    num_sequences = num_prompts * body.num_choices
     if is_admitted:
         prompts.check_ids("stop_token_ids", body.stop_token_ids, info)
-        num_sequences = body.num_prompts * body.num_choices
         maximum = engine.admission.max_at_once(info.max_num_seqs)
         if num_sequences > maximum:
             given, param = f"`n` is {body.num_choices}, which makes {num_sequences} choices in all", "n"
-            if body.num_prompts > maximum:
-                given, param = f"`prompt` has {body.num_prompts} prompts", "prompt"
+            if num_prompts > maximum:
+                given, param = f"`prompt` has {num_prompts} prompts", "prompt"
             raise bad_request(f"{given}; at most {maximum} may come in one request.", param)
-    return Received(request, services, body, name, info, arrived, deadline, warnings)
+    return Received(request, services, body, name, info, arrived, deadline, warnings, num_sequences)
 
 
 def submit(

@@ -117,10 +117,7 @@ async def health(request: Request) -> Response:
 @router.get("/get_server_info", include_in_schema=False)
 @router.get("/server_info", **openapi.SERVER_INFO)
 async def server_info(request: Request) -> Response:
-    """Return the facts about the loaded engine and its draft, or 503 until it was loaded.
-
-    SGLang's gateway reads those in SGLang's names.
-    """
+    """Return the facts about the loaded engine and its draft, some in SGLang's names, or 503 until it was loaded."""
     services = services_of(request)
     state, info = services.engine.state, services.engine.state.info
     if info is None:

@@ -113,10 +113,6 @@ class SamplingRequest(ModelRequest):
         """Number of answers for each prompt."""
         return 1
 
-    @property
-    def num_prompts(self) -> int:
-        return 1
-
 
 class GenerationRequest(SamplingRequest):
     """Fields that chat and completions share."""
@@ -135,15 +131,10 @@ class GenerationRequest(SamplingRequest):
         return self.stream_options or StreamOptions()
 
 
-class CachedPart(Body):
-    """A part of a message. `cache_control` is a hint to other servers' caches and means nothing here."""
+class TextPart(Body):
+    """A part of a message's text. `cache_control` is a hint to other servers' caches and means nothing here."""
 
     cache_control: dict[str, Any] | None = None
-
-
-class TextPart(CachedPart):
-    """A part of a message's text."""
-
     type: Annotated[
         Literal["text"],
         known_type("text", why='must be "text", or "thinking": this model reads no images, sounds or files'),
@@ -151,9 +142,10 @@ class TextPart(CachedPart):
     text: str
 
 
-class ThinkingPart(CachedPart):
+class ThinkingPart(Body):
     """Reasoning of an earlier turn in Anthropic's form. Its `signature` means nothing here."""
 
+    cache_control: dict[str, Any] | None = None
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None
@@ -244,19 +236,14 @@ class ChatMessage(Body):
         """The text of the parts that are reasoning."""
         return "\n".join(part.thinking for part in self.content or () if isinstance(part, ThinkingPart))
 
-    @property
-    def any_reasoning(self) -> str:
-        """The reasoning, under whichever of its names it was sent."""
-        return self.reasoning_content or self.reasoning or self.thinking
-
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates expect it. "developer" is OpenAI's newer word for "system"."""
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         for field in ("name", "reasoning_content", "tool_call_id"):
             if (value := getattr(self, field)) is not None:
                 message[field] = value
-        if self.any_reasoning:
-            message["reasoning_content"] = self.any_reasoning
+        if reasoning := self.reasoning_content or self.reasoning or self.thinking:
+            message["reasoning_content"] = reasoning
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
@@ -358,10 +345,6 @@ class CompletionRequest(GenerationRequest):
     )
     add_special_tokens: bool | None = None
     echo: bool | None = None
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self.prompts)
 
     @property
     def prompts(self) -> dict[str, str | list[int]]:

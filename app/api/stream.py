@@ -47,19 +47,15 @@ class Piece:
 
 
 class Answers(Protocol):
-    """Writer of one request's answer, whole or as Server-Sent Events."""
+    """Writer of one request's answer: `whole`, of whole choices, or as Server-Sent Events.
 
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Return the answer of which each piece is one whole choice."""
+    `events` has those of a piece, b"" without any; `end` those after all; `failure` the last of a broken stream.
+    """
 
-    def events(self, piece: Piece) -> bytes:
-        """Return the events of one piece, b"" if it has nothing to show."""
-
-    def end(self) -> bytes:
-        """Return the events after all pieces."""
-
-    def failure(self, error: ApiError) -> bytes:
-        """Return the last events of a stream that `error` breaks off."""
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]: ...
+    def events(self, piece: Piece) -> bytes: ...
+    def end(self) -> bytes: ...
+    def failure(self, error: ApiError) -> bytes: ...
 
 
 @dataclass(slots=True)

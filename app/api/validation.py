@@ -41,9 +41,15 @@ def check_fields_together(body: Body) -> None:
         raise bad_request("`stream_options` is only allowed when `stream` is true.", "stream_options")
     if not isinstance(body, TemplatedRequest):
         return
-    for index, message in enumerate(body.messages):
-        _check_message(f"messages.{index}", message)
-    _check_thinking(body)
+    for index, one in enumerate(body.messages):
+        _check_message(f"messages.{index}", one)
+    on, off = _fields_that_turn(body, True), _fields_that_turn(body, False)
+    if on and off:
+        raise bad_request(f"`{on[0]}` turns thinking on, and `{off[0]}` turns it off. Send one of them.", off[0])
+    other = (body.chat_template_kwargs or {}).get("reasoning_effort")
+    if None not in (body.reasoning_effort, other) and body.reasoning_effort != other:
+        message = "`reasoning_effort` and `chat_template_kwargs.reasoning_effort` differ. Send one of them."
+        raise bad_request(message, "reasoning_effort")
     if body.forces_call:
         _check_forced_call(body)
     if body.continue_final_message:
@@ -55,19 +61,6 @@ def check_fields_together(body: Body) -> None:
         else:
             return
         raise bad_request(f"`continue_final_message` {problem}", "continue_final_message")
-
-
-def _check_thinking(body: TemplatedRequest) -> None:
-    """Raise ApiError for fields of which one turns thinking on and another off."""
-    on, off = _fields_that_turn(body, True), _fields_that_turn(body, False)
-    if on and off:
-        raise bad_request(f"`{on[0]}` turns thinking on, and `{off[0]}` turns it off. Send one of them.", off[0])
-    other = (body.chat_template_kwargs or {}).get("reasoning_effort")
-    if None not in (body.reasoning_effort, other) and body.reasoning_effort != other:
-        raise bad_request(
-            "`reasoning_effort` and `chat_template_kwargs.reasoning_effort` differ. Send one of them.",
-            "reasoning_effort",
-        )
 
 
 def _fields_that_turn(body: TemplatedRequest, on: bool) -> list[str]:
@@ -139,11 +132,7 @@ def check_template(body: TemplatedRequest, services: Services) -> None:
             )
         if message.tool_calls and "tool_calls" not in (template.source or ""):
             raise unsupported(f"{_NO_PLACE} `{param}`. Say in `content` what was called.", param)
-    _check_switches(body, template.switches)
-
-
-def _check_switches(body: TemplatedRequest, known: list[str]) -> None:
-    """Raise ApiError for variables that are not `known` to the chat template, and for values that it does not know."""
+    known = template.switches
     can_turn, has_levels = "enable_thinking" in known, "reasoning_effort" in known
     levels = (*(["none"] if can_turn else []), *_LEVELS)
     if has_levels and body.reasoning_effort not in (None, *levels):
@@ -164,8 +153,8 @@ def _check_switches(body: TemplatedRequest, known: list[str]) -> None:
             raise bad_request(f"`{param}` must be true or false: to a template any text is true.", param)
         if name not in known and value is not None and value is not False:
             listed = ", ".join(f"`{switch}`" for switch in known) or "none"
-            message = f"This model's chat template does not know `{clip(name)}`. What it knows: {listed}."
-            raise unsupported(message, param)
+            why = f"This model's chat template does not know `{clip(name)}`. What it knows: {listed}."
+            raise unsupported(why, param)
 
 
 def warn_of_unknown_fields(body: Body, metrics: Metrics) -> list[Json]:
@@ -192,9 +181,10 @@ def warn_of_prompt(body: TemplatedRequest, template: ChatTemplate) -> list[Json]
         called.update(call.function.name for call in message.tool_calls or [])
         if message.name and not (message.role == "tool" and message.name in called):
             names.append(f"messages.{index}.name")
-        if message.any_reasoning:
-            field = next((name for name in ("reasoning_content", "reasoning") if getattr(message, name)), "content")
-            thoughts.append(f"messages.{index}.{field}")
+        reasoning = {"reasoning_content": message.reasoning_content, "reasoning": message.reasoning}
+        thoughts += [
+            f"messages.{index}.{field}" for field, text in [*reasoning.items(), ("content", message.thinking)] if text
+        ][:1]
     warnings = []
     if names and not template.writes_names:
         what = "this one is" if len(names) == 1 else f"the names of {len(names)} messages are"
