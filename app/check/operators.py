@@ -242,7 +242,7 @@ def _write_kv(at: Inputs, rows: int, kv_heads: int, dim: int, page: int) -> Call
     kv = at.pages(num_slots, page, kv_heads, dim)
     k, v = at.normal(rows, 2 * kv_heads, dim).chunk(2, dim=1)
     slots = at.scattered(rows, num_slots)
-    return lambda: (at.backend.write_kv(k, v, kv, slots), kv.k, kv.v)
+    return lambda: (at.backend.write_kv(k, v, kv, slots), kv.k, kv.v)  # type: ignore[func-returns-value]
 
 
 def _rms_norm(at: Inputs, *shape: int) -> Call:

@@ -107,7 +107,7 @@ class Layer:
                 1,
             ),
             "copy of V": (lambda: qkv[:, -e.kv_heads :].clone(memory_format=torch.contiguous_format), 1),
-            "K/V write": (lambda: backend.write_kv(k, v, self.attend.kv, self.slots) or k, 1),
+            "K/V write": (lambda: backend.write_kv(k, v, self.attend.kv, self.slots) or k, 1),  # type: ignore[func-returns-value]
             "attention": (self.attend, 1),
             "output projection": (lambda: backend.linear(q.flatten(1), w["o"]), 1),
             "gate and up projection": (lambda: backend.linear(x, w["gate_up"]), 1),
