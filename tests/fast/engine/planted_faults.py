@@ -190,7 +190,7 @@ def of_scheduler(method: str) -> Plant:
 
 PHASES: dict[str, Plant] = {
     "admission": of_scheduler("_find"),
-    "more pages": of_scheduler("_grow"),
+    "more pages": of_scheduler("_grow_or_preempt"),
     "chunk": of_scheduler("_chunk"),
     "build": in_build,
     "draft": during("draft"),
