@@ -220,11 +220,17 @@ def _case_section(found: Findings) -> Iterator[str]:
     yield ""
     yield f"## {found.subject.name}"
     yield ""
-    yield "| plain decoding against Transformers | prompts | tokens | differences | margins |"
-    yield "|---|---|---|---|---|"
-    for plain, comparison in found.plain:
-        how = f"T {plain.temperature:g}, {plain.sampling}"
-        yield f"| {how} | {prompts} | {comparison.tokens:,} | {_differences(comparison)} |"
+    tokens = sum(comparison.tokens for _, comparison in found.plain)
+    yield (
+        f"Plain decoding against Transformers, {prompts} prompts in each of {len(found.plain)} kinds of sampling, "
+        f"{tokens:,} tokens. Kinds that differ (differences, margins):"
+    )
+    differ = [
+        f"T {plain.temperature:g}, {plain.sampling} ({_differences(comparison)})"
+        for plain, comparison in found.plain
+        if not _differences(comparison).startswith("0 ")
+    ]
+    yield "; ".join(differ) or "none."
     yield ""
     yield (
         "| together | page | block | T | sampling | drafting | chunked | path | cached | preemptions | prompts | "

@@ -202,7 +202,8 @@ FOREIGN_FLAGS = {
     "docker": "file tag build-arg platform rm name publish shm-size stop-timeout device volume group-add user env "
     "runtime entrypoint detach profile from chmod interval timeout start-period retries mount init help",
     "pip": "no-cache-dir no-deps no-build-isolation no-index only-binary require-hashes requirement index-url",
-    "other tools": "out yes no-install-recommends gid uid create-home non-unique local-dir local_dir model format",
+    "other tools": "out yes no-install-recommends gid uid create-home non-unique local-dir local_dir model format "
+    "target",
 }
 """Flags of the tools that stand around our own command in these files."""
 

@@ -126,7 +126,8 @@ def _footprints(findings: Findings) -> Iterator[str]:
         number = numbers.setdefault(point.engine_pid, len(numbers) + 1)
         cells = [f"{point.api.memory / 2**20:.1f}", point.api.descriptors, number]
         cells += [f"{point.engine.memory / 2**20:.1f}", point.engine.descriptors]
-        yield f"| {point.after} | {' | '.join(map(str, cells))} |"
+        if point in (findings.points[0], findings.points[-1]):
+            yield f"| {point.after} | {' | '.join(map(str, cells))} |"
 
 
 def _fuzzed(fuzzed: Fuzzed) -> Iterator[str]:

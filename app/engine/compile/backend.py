@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from app.engine.cpu.backend import CpuBackend
-from app.engine.device.base import Backend, Rotation
+from app.engine.device.base import Backend
 from app.engine.device.torch import TorchBackend
 
 
@@ -20,7 +20,3 @@ class TracedBackend(CpuBackend):
 
     def fill(self, write: Callable[[Tensor, Tensor], None], parts: Sequence[Tensor], places: Sequence[Tensor]) -> None:
         return
-
-    def _turns(self, rotation: Rotation) -> Tensor:
-        """Return cos and sin as they are, because inductor has no complex numbers."""
-        return rotation[0]

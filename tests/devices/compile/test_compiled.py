@@ -97,22 +97,27 @@ def by_operators(core: EngineCore) -> EngineCore:
 
 
 class Counted:
-    """Counts of the calls of `function` of `holder` from now on, and of steps that it leaves to operators."""
+    """Counts of the calls of `function` of a forward from now on, and of those that its compiled code does not take."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, holder, function: str) -> None:
-        self.all = self.left = 0
-        run, by_operators = getattr(holder, function), getattr(type(holder).__base__, function)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, forward, function: str) -> None:
+        self.all = self.taken = 0
+        run, compiled = getattr(forward, function), getattr(forward.compiled, function)
 
         def counted(*arguments, **settings):
             self.all += 1
             return run(*arguments, **settings)
 
-        def left(this, *arguments, **settings):
-            self.left += this is holder
-            return by_operators(this, *arguments, **settings)
+        def taken(*arguments, **settings):
+            found = compiled(*arguments, **settings)
+            self.taken += found is not None
+            return found
 
-        monkeypatch.setattr(holder, function, counted)
-        monkeypatch.setattr(type(holder).__base__, function, left)
+        monkeypatch.setattr(forward, function, counted)
+        monkeypatch.setattr(forward.compiled, function, taken)
+
+    @property
+    def left(self) -> int:
+        return self.all - self.taken
 
 
 def assert_same_kv(core: EngineCore, other: EngineCore) -> None:
