@@ -1,7 +1,7 @@
 """The demo pair as data.
 
 `python -m tools.demo_pair.train` writes `checkpoint/`, and `python -m tools.demo_pair.prompts` writes `prompts.json`.
-The reader below needs the standard library alone, because device reports run in bare images.
+The reader below needs only the standard library, because device reports run in bare images.
 """
 
 import json

@@ -13,7 +13,7 @@ def cache_folder(name: str) -> Path:
 def own_folder(name: str) -> Path | None:
     """Return that folder, made if it is missing, or None where another user could put files into it.
 
-    Code is loaded from such folders, so they must belong to this user alone.
+    Code is loaded from such folders, so they must belong to this user only.
     """
     with contextlib.suppress(OSError, RuntimeError):
         folder = cache_folder(name)

@@ -24,7 +24,7 @@ class TokenizerError(ValueError):
 
 
 class PromptTooLong(ValueError):
-    """A text whose length alone shows that it has too many tokens, `at_least` so many."""
+    """A text whose length already shows that it has too many tokens, `at_least` so many."""
 
     def __init__(self, at_least: int) -> None:
         super().__init__(f"the text has at least {at_least} tokens")

@@ -53,7 +53,7 @@ class Function:
         return folder / f"{self.name}-{_digest(self.settings, tensors)}.pt2"
 
     def compile(self, folder: Path) -> None:
-        """Write the package. The function's tensors are read by their shapes alone."""
+        """Write the package. The function's tensors are read only by their shapes."""
         inductor = importlib.import_module("torch._inductor")
         names = [f"model.{key}" for key, _ in self.model.named_parameters()]
         weights, pools = list(self.model.parameters()), list(self.pools)

@@ -1,4 +1,4 @@
-"""The folder that keeps the packages of `--compile`. Code is loaded from it, so it must belong to this user alone."""
+"""The folder that keeps the packages of `--compile`. Code is loaded from it, so it must belong to this user only."""
 
 import contextlib
 import os
@@ -70,7 +70,7 @@ def _check(package: Path) -> None:
 
 @contextlib.contextmanager
 def _temporary_files_in(folder: str) -> Iterator[None]:
-    """Let PyTorch's Python and C++ put temporary files, and compiled code, into `folder` alone."""
+    """Let PyTorch's Python and C++ put temporary files, and compiled code, only into `folder`."""
     names, tempdir = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR"), tempfile.tempdir
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(dict.fromkeys(names, folder))

@@ -17,7 +17,7 @@ def is_own(dtype: torch.dtype) -> bool:
 
 
 def attention(q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, sinks: Tensor | None) -> Tensor:
-    """Return `Backend.attention`. It reads lengths from the tensors of `meta` alone, and needs no plan.
+    """Return `Backend.attention`. It reads lengths from the tensors of `meta` only, and needs no plan.
 
     K and V may also be slots [slots, kv_heads, D].
     """

@@ -90,7 +90,7 @@ def _compile(sources: Sequence[Path], library: Path) -> None:
 
 
 def sealed(code: bytes) -> bytes:
-    """Return the code with its SHA-256 behind it, which no loader reads."""
+    """Return the code followed by its SHA-256, which no loader reads."""
     return code + hashlib.sha256(code).digest()
 
 

@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 MOST_ROWS, ALL_ROWS = 32, 1 << 30
 """Rows up to which a product runs here that was not timed, as in linear.cpp, and more than any step has."""
 _TRIED_ROWS = (4, 16, 32, 64, 128)
-"""Fewer rows are the operator's: they wait for the weight alone, and their times are too short to compare."""
+"""Fewer rows are the operator's: they wait only for the weight, and their times are too short to compare."""
 _TRIED_NUMBERS = 1 << 20
 """Numbers of a weight that is timed. Of a larger one the first rows are, because 128 rows are slow to compute."""
 _WIDENED_NUMBERS = 1 << 20

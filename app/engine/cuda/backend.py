@@ -154,7 +154,7 @@ class CudaBackend(TorchCudaBackend):
         return found
 
     def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
-        """Return `Backend.moe`. PyTorch's grouped product takes bfloat16 alone, and serves many rows of an expert."""
+        """Return `Backend.moe`. PyTorch's grouped product takes only bfloat16, and serves many rows of an expert."""
         num_pairs = len(x) * config.num_experts_per_tok
         if x.dtype == torch.bfloat16 and num_pairs > FEW_ROWS * config.num_experts:
             return super().moe(x, weights, config)

@@ -96,7 +96,7 @@ class Compiling:
 
 
 def _reason(said: str) -> str:
-    """Return the last line about an error, because g++ shows code behind it, else the last one."""
+    """Return the last line about an error, because g++ shows code after it, else the last one."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     return next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "")
 

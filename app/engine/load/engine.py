@@ -69,7 +69,7 @@ CPU_KV_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A loaded engine and its settled sizes. `draft` is None for a target alone, `states` for one that is no hybrid."""
+    """A loaded engine and its settled sizes. `draft` is None without a draft, `states` for one that is no hybrid."""
 
     core: EngineCore
     sizes: Sizes

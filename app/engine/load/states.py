@@ -23,7 +23,7 @@ CHECKPOINT_INTERVAL = PREFILL_SHARE
 """Tokens between the places where prompts are cut, and their states kept. So many rows are left to prefill beside full
 blocks, so a chunk reaches the next place. The state of a 27B takes as much memory as KV of 2,300 tokens."""
 PER_SEQUENCE = 2
-"""Checkpoints for each sequence that may run, if the user gives no number: behind its prompt and behind its answer."""
+"""Checkpoints for each sequence that may run, if the user gives no number: after its prompt and after its answer."""
 DEFAULT_SHARE = 4
 """Checkpoints take at most this part of free memory if the user gives no number, because KV needs the most."""
 

@@ -162,7 +162,7 @@ class NpuBackend(Backend):
     def _attention_with_sinks(
         self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, plan: AttentionPlan, sinks: Tensor
     ) -> Tensor:
-        """Return attention by the operator's second version, which alone takes sinks and has other names (N38)."""
+        """Return attention by the operator's second version, which is the one with sinks and has other names (N38)."""
         o, _ = torch_npu.npu_fused_infer_attention_score_v2(
             q_thd.contiguous(),
             kv.k.flatten(2),

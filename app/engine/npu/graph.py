@@ -20,7 +20,7 @@ class AttentionPlan:
 
     Query lengths are cumulative, and KV lengths are of each sequence, both on the host (N1 to N3). Causal rows have the
     mask and sparse_mode 3. Bidirectional rows have no mask and sparse_mode 0. Rows with a window have the mask and
-    sparse_mode 4, and see `pre_tokens` tokens before themselves and `next_tokens` behind (N10).
+    sparse_mode 4, and see `pre_tokens` tokens before themselves and `next_tokens` after (N10).
     """
 
     q_ends: list[int]

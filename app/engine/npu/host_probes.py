@@ -65,7 +65,7 @@ _INSTALL_CANN = "install CANN 9.1.0 (toolkit, and the ops package of this chip)"
 
 
 def probes(device: str) -> list[Probe]:
-    """Return the probes, each behind those that it needs. A probe "torch" comes before these."""
+    """Return the probes, each after those that it needs. A probe "torch" comes before these."""
     return [
         Probe("driver", partial(driver, _ROOT), without="there is no driver"),
         Probe("device files", partial(device_files, _ROOT)),

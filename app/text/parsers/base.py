@@ -61,7 +61,7 @@ class Reasoning(Protocol):
 
 
 class CallParser(Protocol):
-    """Parser of one output without its reasoning. The concatenated results depend on the text alone.
+    """Parser of one output without its reasoning. The concatenated results depend only on the text.
 
     Text that is no call is content, unchanged.
     """

@@ -87,7 +87,7 @@ class HarmonyReasoning:
         self._gap = "\n\n" if kind in self._said else ""
 
     def _parted(self, text: str) -> str:
-        """Return text of this message, behind an empty line if another of its kind came before."""
+        """Return text of this message, after an empty line if another of its kind came before."""
         if not text or self._kind is _Kind.CALL:
             return text
         gap, self._gap = self._gap, ""
@@ -158,11 +158,11 @@ def for_template(messages: list[Json], tools: list[Json] | None) -> tuple[list[J
     """Return messages and tools as gpt-oss's chat template reads them, because it would drop some of what they say.
 
     Reasoning is `thinking`. A message with calls has that alone, in which its content is put. System messages are one.
-    Each function has a description. Raises ValueError for a system message behind others.
+    Each function has a description. Raises ValueError for a system message after others.
     """
     first = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
     if any(message["role"] == "system" for message in messages[first:]):
-        raise ValueError("a system message stands behind others, where it would be left out")
+        raise ValueError("a system message comes after others, where it would be left out")
     read: list[Json] = []
     if first:
         read.append({"role": "system", "content": "\n\n".join(message["content"] for message in messages[:first])})

@@ -14,7 +14,7 @@ class _Stage(Enum):
 
 
 class Llama3Calls:
-    """Parser of content into text and calls. Calls open the output or stand behind PYTHON_TAG, with `;` between them.
+    """Parser of content into text and calls. Calls open the output or follow PYTHON_TAG, with `;` between them.
 
     White space and `;` beside calls are dropped.
     """

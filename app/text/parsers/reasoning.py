@@ -56,7 +56,7 @@ class ReasoningParser:
         return self._show(self._tail), ""
 
     def _open(self, text: str) -> str:
-        """Decide by the first text that is not white space if reasoning opens the output. Return the text behind."""
+        """Decide by the first text that is not white space if reasoning opens the output. Return the text after it."""
         first = text.lstrip(SPACE)
         if not first:
             if not self._drop_space:
