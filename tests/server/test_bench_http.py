@@ -201,12 +201,6 @@ def test_help_lists_the_parts_and_an_unknown_part_is_refused(capsys: pytest.Capt
     assert "no part nothing" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("lab", ["step", "cpu", "widths", "api"])
-def test_a_laboratory_is_named_with_the_command_that_starts_it(lab: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([lab, "--rounds", "1"]) == 2
-    assert f"`python -m tools.lab {lab}`" in capsys.readouterr().err
-
-
 def test_a_spread_is_of_prompts_and_answers_or_one_of_each() -> None:
     assert flags.spreads("0.5") == (0.5, 0.5) and flags.spreads("1.2,0") == (1.2, 0.0)
 

@@ -97,11 +97,11 @@ def by_operators(core: EngineCore) -> EngineCore:
 
 
 class Counted:
-    """Counts of the calls of `function` of a forward from now on, and of those that its compiled code does not take."""
+    """Counts of the calls of `function` of `holder` from now on, and of those that its compiled code takes."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, forward, function: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, holder, function: str, code, of_code: str) -> None:
         self.all = self.taken = 0
-        run, compiled = getattr(forward, function), getattr(forward.compiled, function)
+        run, compiled = getattr(holder, function), getattr(code, of_code)
 
         def counted(*arguments, **settings):
             self.all += 1
@@ -112,8 +112,8 @@ class Counted:
             self.taken += found is not None
             return found
 
-        monkeypatch.setattr(forward, function, counted)
-        monkeypatch.setattr(forward.compiled, function, taken)
+        monkeypatch.setattr(holder, function, counted)
+        monkeypatch.setattr(code, of_code, taken)
 
     @property
     def left(self) -> int:
@@ -212,7 +212,11 @@ def test_texts_and_kv_are_those_of_operators_one_by_one(pair, settings, monkeypa
     forward = core.runner.forward
     target, draft, context = (
         Counted(monkeypatch, *of)
-        for of in ((forward, "run_target"), (forward, "draft"), (forward.drafter, "write_context"))
+        for of in (
+            (forward, "run_target", forward.compiled, "run_target"),
+            (forward, "draft", forward.compiled, "draft"),
+            (forward.drafter, "write_context", forward.drafter, "context_step"),
+        )
     )
     assert core.run(requests()) == other.run(requests()) == engine(pair, **settings).run(requests())
     for request in requests(2):
@@ -278,7 +282,7 @@ def test_prompts_in_pieces_and_more_logits_than_fit_at_once(pair, monkeypatch):
     asked = [*requests(), Request("long", tuple(range(5)) * 36, max_tokens=9)]
     core = engine(pair, compile=True, **settings)
     forward = core.runner.forward
-    target, draft = Counted(monkeypatch, forward, "run_target"), Counted(monkeypatch, forward, "draft")
+    target, draft = (Counted(monkeypatch, forward, name, forward.compiled, name) for name in ("run_target", "draft"))
     assert core.run(asked) == engine(pair, **settings).run(asked)
     assert target.all > 20 and not target.left
     assert 0 < draft.left < draft.all

@@ -102,7 +102,7 @@ def test_hccls_way_is_aiv_unless_it_is_given_and_bounds_the_graphs(
     monkeypatch.delenv(npu.EXPANSION_MODE, raising=False)
     if given:
         monkeypatch.setenv(npu.EXPANSION_MODE, given)
-    monkeypatch.setattr(npu.Backend, "join", lambda *_: ALONE)
+    monkeypatch.setattr(npu, "DeviceComm", lambda *_: ALONE)
     backend = NpuBackend(torch.device("npu:0"))
     assert (backend.max_graphs(1), backend.max_graphs(4)) == (1800, graphs)
     with caplog.at_level(logging.INFO):

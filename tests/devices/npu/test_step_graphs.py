@@ -199,7 +199,8 @@ def test_a_meta_that_was_not_planned_for_its_step_is_found_out(pair: Pair, monke
     """The proof would see lengths of an earlier step: without the new plan tokens are others."""
     expected = engine(pair).run(requests())
     core = engine(pair)
-    monkeypatch.setattr(core.runner.forward, "plan", lambda rows, group: None if rows.meta.plans else plan(rows, group))
+    forward = core.runner.forward
+    monkeypatch.setattr(forward, "plan", lambda step, inputs: None if step.metas[0].plans else plan(step, inputs))
     plan = type(core.runner.forward).plan.__get__(core.runner.forward)
     assert core.run(requests()) != expected
 
