@@ -150,7 +150,7 @@ def test_a_function_without_a_description_is_offered(published: Server) -> None:
 def test_system_messages_at_the_beginning_are_all_in_the_prompt(published: Server) -> None:
     said = [{"role": "system", "content": "Be kind."}, {"role": "developer", "content": "Be brief."}]
     assert "<|message|>Be kind.\n\nBe brief.<|end|>" in prompt_of(published, messages=[*said, HELLO])
-    assert "behind others" in refusal(published, messages=[HELLO, said[0]])["message"]
+    assert "comes after others" in refusal(published, messages=[HELLO, said[0]])["message"]
 
 
 def test_calls_that_the_template_would_leave_out_are_refused(published: Server) -> None:
