@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.browser.chromium import BINARY, Tab, browser, new_tab
-from tests.fast.api.served import Server, serving
-from tests.fast.api.templates import CALL, WEATHER, serving_template
+from tests.fast.api.served import Server, serving, serving_ready
+from tests.fast.api.templates import CALL, QWEN, WEATHER
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no chromium on this machine")
 
@@ -261,8 +261,7 @@ def test_text_of_the_model_is_never_read_as_html(page, server):
 
 def test_reasoning_is_shown_apart_from_the_answer_and_both_in_steps(tab, model_folder):
     with serving(model_folder, reasoning_parser="qwen3") as server:
-        server.script.ready()
-        server.reach("ready")
+        server.ready()
         tab.open(f"{server.url}/")
         tab.until("!document.querySelector('#send').disabled")
         ask(tab, "go")
@@ -342,8 +341,8 @@ def test_verify_step_is_explained_before_the_first_answer_and_beside_the_figures
     assert "verify step one pass of the model" in text(page, ".legend")
 
 
-def test_a_call_is_shown_as_a_call_and_what_is_typed_next_is_its_result(tab, model_folder, tmp_path):
-    with serving_template(model_folder, tmp_path / "qwen", tool_call_parser="qwen3") as server:
+def test_a_call_is_shown_as_a_call_and_what_is_typed_next_is_its_result(tab, model_folder):
+    with serving_ready(model_folder, template=QWEN, tool_call_parser="qwen3") as server:
         tab.resize(375, 740)
         tab.open(f"{server.url}/")
         tab.until("!document.querySelector('#send').disabled")
@@ -399,8 +398,7 @@ def test_loading_is_shown_until_the_server_is_ready(tab, own_server):
 
 def test_key_is_asked_for_when_the_server_wants_one(tab, model_folder):
     with serving(model_folder, api_key=["open-sesame"]) as server:
-        server.script.ready()
-        server.reach("ready")
+        server.ready()
         tab.open(f"{server.url}/")
         tab.until("!document.querySelector('#access').hidden")
         assert tab.run("document.querySelector('#send').disabled")

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,14 +35,10 @@ def reply(prompt: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def shared_server(model_folder: Path) -> Iterator[Server]:
     template = QWEN.replace("<think>", "").replace("</think>", "")
-    folder = tmp_path_factory.mktemp("frameworks") / "qwen"
-    shutil.copytree(model_folder, folder)
-    (folder / "chat_template.jinja").write_text(template)
-    with serving(folder, tool_call_parser="qwen3") as server:
-        server.script.ready(max_model_len=2**17)
-        server.reach("ready")
+    with serving(model_folder, template=template, tool_call_parser="qwen3") as server:
+        server.ready(max_model_len=2**17)
         yield server
 
 

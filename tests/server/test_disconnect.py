@@ -127,8 +127,7 @@ def test_a_request_that_the_engine_has_ended_has_no_place_before_it_is_read(serv
 
 def test_a_client_that_does_not_read_is_sent_fewer_and_larger_chunks(own_server):
     """The sockets fill, the server stops writing, and what comes then waits as one delta."""
-    own_server.script.ready(max_model_len=8192)
-    own_server.reach("ready")
+    own_server.ready(max_model_len=8192)
     own_server.script.plan(*[own_server.bytes("x")] * 6000)
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

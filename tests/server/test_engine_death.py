@@ -17,8 +17,7 @@ from tests.server.running import ASK, started
 
 @pytest.fixture
 def ready_server(own_server):
-    own_server.script.ready()
-    own_server.reach("ready")
+    own_server.ready()
     return own_server
 
 
@@ -167,8 +166,7 @@ def test_three_deaths_within_a_minute_are_enough_even_if_ready_between(own_serve
     clock = Clock()
     monkeypatch.setattr(supervisor, "time", clock)
     for _ in range(3):
-        own_server.script.ready()
-        own_server.reach("ready")
+        own_server.ready()
         clock.now += pause
         own_server.script.order("die", code=1)
         own_server.until(lambda state: state.phase != "ready")

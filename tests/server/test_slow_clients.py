@@ -134,8 +134,7 @@ def test_a_client_that_never_reads_is_cut_off(model_folder, monkeypatch):
 def never_reading(model_folder):
     """A server, a client that reads nothing of the stream that it has asked for, and the request's id."""
     with serving(model_folder) as server, socket.socket() as client:
-        server.script.ready(max_model_len=2**20)
-        server.reach("ready")
+        server.ready(max_model_len=2**20)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(connection_address(server))
         client.sendall(request(stream=True, max_tokens=1_000_000))

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
+import shutil
 import socket
 import ssl
 import sys
@@ -10,9 +12,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
+from random import Random
 from typing import Any
 
 import httpx
@@ -203,6 +206,11 @@ class Server:
         """Wait until the engine is in this phase."""
         self.until(lambda state: state.phase == phase)
 
+    def ready(self, **info: Any) -> None:
+        """Let the engine say that it is ready, with these facts of its own."""
+        self.script.ready(**info)
+        self.reach("ready")
+
     def until(self, reached: Callable[[EngineState], bool]) -> None:
         """Wait until `reached` is true of the engine's state."""
 
@@ -249,6 +257,32 @@ class Server:
         until(lambda: not self.engine.admission.num_unacknowledged)  # Its reply is behind every earlier reply.
         self.script.forget()
 
+    def begin(self, background: ThreadPoolExecutor, **fields: Any) -> tuple["Future[httpx.Response]", str]:
+        """Return a completion that is running in the engine, and its id there."""
+        fields = {"model": "tiny", "prompt": "hi"} | fields
+        running = background.submit(lambda: self.http.post("/v1/completions", json=fields))
+        return running, self.script.see("Submit")["request_id"]
+
+    def answer(self, token_ids: list[int]) -> str:
+        """Emit the first tokens of the next request that the engine gets, and return its id."""
+        request_id: str = self.script.see("Submit")["request_id"]
+        self.script.emit(request_id, token_ids)
+        return request_id
+
+    def chunks(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the events of a streamed answer as they were parsed."""
+        response = self.http.post(path, json=body | {"stream": True})
+        assert response.status_code == 200, response.text
+        return [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+
+    def prompt(self) -> str:
+        """Return the prompt of the next request that the engine gets, with its special tokens."""
+        return self.tokenizer.decode(self.script.see("Submit")["token_ids"], skip_special_tokens=False)
+
+    def plan_text(self, text: str, seed: int = 0) -> None:
+        """Give every request from now on this answer, a token a byte, in steps of random sizes."""
+        self.script.plan(*cut([*self.bytes(text), 2], seed))
+
     def text(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids)
 
@@ -258,7 +292,7 @@ class Server:
     def bytes(self, text: str) -> list[int]:
         """Return one token for every byte of `text`."""
         level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        return [self.tokenizer.backend.token_to_id(c) for c in level.pre_tokenize_str(text)[0][0]]
+        return [self.tokenizer.backend.token_to_id(c) for part, _ in level.pre_tokenize_str(text) for c in part]
 
     def close(self) -> None:
         self.openai.close()
@@ -276,6 +310,13 @@ class Clock:
 
     def monotonic(self) -> float:
         return self.now
+
+
+def cut(ids: list[int], seed: int) -> list[list[int]]:
+    """Return the tokens in steps of random sizes."""
+    random = Random(seed)
+    cuts = sorted(random.sample(range(1, len(ids)), k=random.randrange(len(ids))))
+    return [ids[a:b] for a, b in itertools.pairwise([0, *cuts, len(ids)])]
 
 
 def until(true: Callable[[], object]) -> None:
@@ -341,11 +382,16 @@ def serving(
     step_timeout: float = 120.0,
     supervisor: dict[str, Any] | None = None,
     admission: dict[str, Any] | None = None,
+    template: str | None = None,
     **settings: Any,
 ) -> Iterator[Server]:
     """Yield a server whose engine has not said that it is ready. `supervisor` has the options of Supervisor,
-    `admission` those of Admission; `settings` are those of its user, and `hold_seconds` and `tracer`."""
+    `admission` those of Admission; `settings` are those of its user, and `hold_seconds` and `tracer`. `template` is
+    the model's chat template."""
     with tempfile.TemporaryDirectory(prefix="dft-") as folder:  # Short enough for sockets.
+        if template is not None:
+            model_folder = shutil.copytree(model_folder, Path(folder, "model"))
+            (model_folder / "chat_template.jinja").write_text(template)
         script = Script(Path(folder))
         options = {"step_timeout": step_timeout, "backoff": 0.01} | (supervisor or {})
         settings = {"served_model_name": ["tiny", "also-tiny"]} | settings
@@ -357,12 +403,19 @@ def serving(
             script.close()
 
 
+@contextlib.contextmanager
+def serving_ready(model_folder: Path, **options: Any) -> Iterator[Server]:
+    """Yield a ready server. With a chat template of the test's there is room for long prompts."""
+    with serving(model_folder, **options) as server:
+        server.ready(**({"max_model_len": 4096} if "template" in options else {}))
+        server.script.plan([2])
+        yield server
+
+
 @pytest.fixture(scope="module")
-def shared_server(model_folder: Path) -> Iterator[Server]:
-    """Yield one ready server for all tests of a module that leave it as they found it."""
-    with serving(model_folder) as server:
-        server.script.ready()
-        server.reach("ready")
+def shared_server(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Server]:
+    """Yield one ready server for all tests of a module that leave it as they found it. SERVED has its settings."""
+    with serving_ready(model_folder, **getattr(request.module, "SERVED", {})) as server:
         yield server
 
 

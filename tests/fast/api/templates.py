@@ -1,14 +1,14 @@
 """Servers whose model has a chat template of the test."""
 
 import contextlib
-import shutil
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from tests.fast.api.served import Server, serving
+from tests.fast.api.served import Server, serving_ready
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
@@ -70,24 +70,12 @@ ASK = {"model": "tiny", "messages": [HELLO]}
 Start = Callable[..., Server]
 
 
-@contextlib.contextmanager
-def serving_template(model_folder: Path, folder: Path, template: str = QWEN, **services: Any) -> Iterator[Server]:
-    """A ready server whose model has this chat template; `folder` is not there yet."""
-    shutil.copytree(model_folder, folder)
-    (folder / "chat_template.jinja").write_text(template)
-    with serving(folder, **services) as server:
-        server.script.ready(max_model_len=4096)
-        server.reach("ready")
-        server.script.plan([2])
-        yield server
-
-
 @pytest.fixture
-def start(model_folder: Path, tmp_path: Path) -> Iterator[Start]:
-    """Starts a server of this test's own with a template and Services' options."""
+def start(model_folder: Path) -> Iterator[Start]:
+    """Starts a server of this test's own with a template and settings."""
     with contextlib.ExitStack() as stack:
-        yield lambda template=QWEN, **services: stack.enter_context(
-            serving_template(model_folder, tmp_path / "own", template, **services)
+        yield lambda template=QWEN, **settings: stack.enter_context(
+            serving_ready(model_folder, template=template, **settings)
         )
 
 
@@ -96,7 +84,45 @@ def prompt_of(server: Server, path: str = "/v1/chat/completions", **fields: Any)
     server.script.plan([2])
     response = server.http.post(path, json=ASK | fields)
     assert response.status_code == 200, response.text
-    return server.tokenizer.decode(server.script.see("Submit")["token_ids"], skip_special_tokens=False)
+    return server.prompt()
+
+
+class Said(NamedTuple):
+    """The first choice of a chat. `calls` are (name, arguments)."""
+
+    reasoning: str | None
+    content: str
+    finish_reason: str
+    calls: list[tuple[str, dict[str, Any]]]
+    call_ids: list[str]
+    usage: dict[str, Any]
+
+
+def said(server: Server, stream: bool = False, **fields: Any) -> Said:
+    """Ask with OpenAI's SDK, and return the whole choice or what its chunks make together."""
+    if stream:
+        fields |= {"stream_options": {"include_usage": True}}
+        with server.openai.chat.completions.create(**ASK, stream=True, extra_body=fields) as events:
+            *chunks, last = events
+        choices, usage = [choice for chunk in chunks for choice in chunk.choices if choice.index == 0], last.usage
+        parts = [choice.delta for choice in choices]
+        assert [call.index for part in parts for call in part.tool_calls or []] == list(
+            range(sum(len(part.tool_calls or []) for part in parts))
+        )
+    else:
+        answer = server.openai.chat.completions.create(**ASK, extra_body=fields)
+        choices, usage = answer.choices[:1], answer.usage
+        parts = [choices[0].message]
+    reasoning = [getattr(part, "reasoning_content", None) or "" for part in parts]
+    contents = [part.content or "" for part in parts]
+    if stream:
+        assert not any(any(contents[:index]) for index, thought in enumerate(reasoning) if thought)
+    calls = [call for part in parts for call in part.tool_calls or []]
+    assert all(call.type == "function" and call.id for call in calls)
+    (reason,) = filter(None, (choice.finish_reason for choice in choices))
+    functions = [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+    ids = [call.id for call in calls]
+    return Said("".join(reasoning) or None, "".join(contents), reason, functions, ids, usage.model_dump())
 
 
 def refusal(server: Server, **fields: Any) -> dict[str, Any]:

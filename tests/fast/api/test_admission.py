@@ -22,8 +22,7 @@ def send(server, background, key=None, **fields):
 @pytest.mark.parametrize(("max_queue", "allowed"), [(None, 10), (1, 3), (0, 2)])
 def test_as_many_wait_as_max_queue_says(model_folder, background, max_queue, allowed):
     with serving(model_folder, admission={"max_queue": max_queue}) as server:
-        server.script.ready(max_num_seqs=2)
-        server.reach("ready")
+        server.ready(max_num_seqs=2)
         running = [send(server, background) for _ in range(allowed)]
         response = server.http.post("/v1/completions", json=TEXT)
         error = error_of(response, 429)
@@ -42,8 +41,7 @@ def test_as_many_wait_as_max_queue_says(model_folder, background, max_queue, all
 def keyed(model_folder):
     """Yield a server that admits two requests of one key at a time."""
     with serving(model_folder, api_key=KEYS, admission={"max_per_client": 2}) as server:
-        server.script.ready()
-        server.reach("ready")
+        server.ready()
         yield server
 
 
@@ -87,8 +85,7 @@ def test_choices_count_each_as_a_request_of_the_client(keyed, background):
 
 def test_without_keys_a_client_is_its_address(model_folder, background):
     with serving(model_folder, admission={"max_per_client": 1}) as server:
-        server.script.ready()
-        server.reach("ready")
+        server.ready()
         running, request_id = send(server, background, "a-key-that-nobody-asked-for")
         assert error_of(server.http.post("/v1/completions", json=TEXT), 429)["code"] == "client_busy"
         # A proxy on this host names another client.
@@ -102,8 +99,7 @@ def test_without_keys_a_client_is_its_address(model_folder, background):
 @pytest.mark.parametrize(("path", "asked"), [("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)])
 def test_a_full_server_neither_reads_nor_tokenises_what_it_refuses(model_folder, background, monkeypatch, path, asked):
     with serving(model_folder, admission={"max_queue": 0}) as server:
-        server.script.ready(max_num_seqs=1)
-        server.reach("ready")
+        server.ready(max_num_seqs=1)
         running, request_id = send(server, background)
         monkeypatch.setattr(body, "_parse_json", None)
         monkeypatch.setattr(server.tokenizer, "encode", None)
@@ -123,8 +119,7 @@ def test_while_it_loads_nothing_is_read(own_server, path):
 
 def test_prompts_that_are_still_made_take_places_too(own_server, background, monkeypatch):
     """The work of making prompts is therefore bounded, and no prompt is made in vain."""
-    own_server.script.ready(max_num_seqs=1)
-    own_server.reach("ready")
+    own_server.ready(max_num_seqs=1)
     own_server.script.plan([2])
     encode = own_server.tokenizer.encode
     refused = []
@@ -143,8 +138,7 @@ def test_prompts_that_are_still_made_take_places_too(own_server, background, mon
 
 @pytest.mark.parametrize("prompt", ["", [600], "x" * 400])
 def test_a_refused_prompt_gives_its_places_back(own_server, prompt):
-    own_server.script.ready(max_num_seqs=1)
-    own_server.reach("ready")
+    own_server.ready(max_num_seqs=1)
     for _ in range(10):
         assert own_server.http.post("/v1/completions", json=TEXT | {"prompt": prompt}).status_code == 400
     own_server.script.plan([2])

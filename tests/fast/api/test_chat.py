@@ -145,8 +145,7 @@ def test_ignore_eos_leaves_stop_token_ids_in_force(server):
 
 
 def test_thirty_two_concurrent_async_streams_each_get_their_own_text(own_server):
-    own_server.script.ready(max_num_seqs=32)
-    own_server.reach("ready")
+    own_server.ready(max_num_seqs=32)
     texts = [f"answer number {n}" for n in range(32)]
 
     async def one(client: AsyncOpenAI, text: str) -> str:

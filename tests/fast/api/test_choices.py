@@ -180,8 +180,7 @@ def test_more_choices_than_the_server_takes_at_all_are_refused_by_what_makes_the
 
 
 def test_a_small_server_refuses_a_count_that_it_could_never_take(own_server):
-    own_server.script.ready(max_num_seqs=1)
-    own_server.reach("ready")
+    own_server.ready(max_num_seqs=1)
     own_server.script.plan([2])
     error = own_server.http.post(CHAT[0], json=CHAT[1] | {"n": 6}).json()["error"]
     assert error["param"] == "n" and "5" in error["message"]

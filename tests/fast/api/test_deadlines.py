@@ -9,17 +9,10 @@ import pytest
 from fastapi import Request
 
 from tests.fast.api.errors import CHAT, TEXT, error_of
-from tests.fast.api.served import PATIENCE, serving, until
+from tests.fast.api.served import PATIENCE, until
 
 TIMEOUT = 0.3
-
-
-@pytest.fixture(scope="module")
-def shared_server(model_folder):
-    with serving(model_folder, request_timeout=TIMEOUT) as server:
-        server.script.ready()
-        server.reach("ready")
-        yield server
+SERVED = {"request_timeout": TIMEOUT}
 
 
 class Gate:
@@ -112,8 +105,7 @@ def test_a_header_that_is_no_number_of_seconds_is_refused_by_name(server, said):
 
 
 def test_the_header_works_where_the_server_has_no_deadline(own_server):
-    own_server.script.ready()
-    own_server.reach("ready")
+    own_server.ready()
     error_of(own_server.http.post("/v1/completions", json=TEXT, headers={"X-Request-Timeout": "0.1"}), 504)
     assert own_server.script.see("Abort")
 

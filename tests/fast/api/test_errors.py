@@ -106,8 +106,7 @@ def test_no_count_at_all_is_no_unsupported_count(server):
 
 
 def test_a_token_that_the_model_does_not_know_is_a_400_and_the_server_goes_on(own_server):
-    own_server.script.ready(vocab_size=3)
-    own_server.reach("ready")
+    own_server.ready(vocab_size=3)
     for path, asked, param in (("/v1/completions", TEXT, "prompt"), ("/v1/chat/completions", CHAT, "messages")):
         error = error_of(own_server.http.post(path, json=asked), 400)
         assert (error["param"], error["code"]) == (param, "invalid_value") and "tokenizer.json" in error["message"]
@@ -164,8 +163,7 @@ def test_a_text_that_is_far_too_long_is_refused_without_tokenising_it(server, mo
 )
 def test_no_body_freezes_the_server(own_server, path, fields):
     """/live answers at any time while the largest bodies are read and refused."""
-    own_server.script.ready(max_model_len=2**20)
-    own_server.reach("ready")
+    own_server.ready(max_model_len=2**20)
     body = json.dumps(fields, separators=(",", ":")).encode()
     assert len(body) <= MAX_BODY_BYTES
     longest = own_server.call(lambda: longest_stall(own_server, path, body))

@@ -1,15 +1,13 @@
 """Messages on channels, as gpt-oss writes them, over HTTP: reasoning, content and calls, streamed or not."""
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 
-from tests.fast.api.served import Server
-from tests.fast.api.templates import HELLO, WEATHER, prompt_of, refusal, serving_template
+from tests.fast.api.served import Server, serving_ready
+from tests.fast.api.templates import HELLO, WEATHER, prompt_of, refusal, said
 
 TEMPLATE = (
     "{% macro system() %}{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}"
@@ -45,17 +43,13 @@ def called(*names: str, **fields: str) -> dict[str, Any]:
     return {"role": "assistant", "content": None, "tool_calls": calls, **fields}
 
 
-@pytest.fixture(scope="module")
-def published(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    services = {"reasoning_parser": "harmony", "tool_call_parser": "harmony"}
-    with serving_template(model_folder, tmp_path_factory.mktemp("own") / "own", LIKE_PUBLISHED, **services) as server:
-        yield server
+PARSERS = {"reasoning_parser": "harmony", "tool_call_parser": "harmony"}
+SERVED = {"template": TEMPLATE, **PARSERS}
 
 
 @pytest.fixture(scope="module")
-def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    services = {"reasoning_parser": "harmony", "tool_call_parser": "harmony"}
-    with serving_template(model_folder, tmp_path_factory.mktemp("harmony") / "own", TEMPLATE, **services) as server:
+def published(model_folder: Path) -> Iterator[Server]:
+    with serving_ready(model_folder, template=LIKE_PUBLISHED, **PARSERS) as server:
         yield server
 
 
@@ -68,7 +62,7 @@ def test_the_effort_reaches_the_prompt(server: Server, effort: str | None) -> No
     server.script.plan([2])
     answer = server.http.post("/v1/responses", json={"input": "hello", "reasoning": {"effort": effort}})
     assert answer.status_code == 200, answer.text
-    prompt = server.tokenizer.decode(server.script.see("Submit")["token_ids"], skip_special_tokens=False)
+    prompt = server.prompt()
     assert prompt.startswith(system)
 
 
@@ -89,42 +83,24 @@ def test_an_effort_that_the_template_does_not_know_is_refused_by_name(
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
-def plan(server: Server, text: str, seed: int) -> None:
-    ids = [*server.bytes(text), 2]
-    cuts = sorted(Random(seed).sample(range(1, len(ids)), k=12))
-    server.script.plan(*[ids[a:b] for a, b in itertools.pairwise([0, *cuts, len(ids)])])
-
-
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("stream", [False, True])
 def test_analysis_is_reasoning_and_final_is_the_answer(server: Server, stream: bool, seed: int) -> None:
-    plan(server, ANSWER, seed)
-    asked = server.openai.chat.completions.create(model="tiny", messages=[HELLO], stream=stream)
-    parts = [chunk.choices[0].delta for chunk in asked] if stream else [asked.choices[0].message]
-    assert "".join(getattr(part, "reasoning_content", None) or "" for part in parts) == "Hm, 漢字 < 5."
-    assert "".join(part.content or "" for part in parts) == "It is 4."
+    server.plan_text(ANSWER, seed)
+    assert said(server, stream)[:3] == ("Hm, 漢字 < 5.", "It is 4.", "stop")
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_commentary_to_a_function_is_a_call(server: Server, seed: int) -> None:
-    plan(server, CALL, seed)
-    (choice,) = server.openai.chat.completions.create(model="tiny", messages=[HELLO], tools=[WEATHER]).choices
-    (call,) = choice.message.tool_calls
-    assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Bern"}')
-    assert choice.finish_reason == "tool_calls" and not choice.message.content
-    assert choice.message.reasoning_content == "Hm, 漢字 < 5."
+    server.plan_text(CALL, seed)
+    called = [("weather", {"city": "Bern"})]
+    assert said(server, tools=[WEATHER])[:4] == ("Hm, 漢字 < 5.", "", "tool_calls", called)
 
 
 def test_a_forced_call_begins_with_its_header(server: Server) -> None:
-    plan(server, '{"city": "Bern"}', 0)
-    (choice,) = server.openai.chat.completions.create(
-        model="tiny",
-        messages=[HELLO],
-        tools=[WEATHER],
-        tool_choice={"type": "function", "function": {"name": WEATHER["function"]["name"]}},
-    ).choices
-    (call,) = choice.message.tool_calls
-    assert (call.function.name, call.function.arguments) == (WEATHER["function"]["name"], '{"city": "Bern"}')
+    server.plan_text('{"city": "Bern"}', 0)
+    named = {"type": "function", "function": {"name": "weather"}}
+    assert said(server, tools=[WEATHER], tool_choice=named).calls == [("weather", {"city": "Bern"})]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from app.api import ops, stream
 from app.config.settings import Config
 from tests import ROOT
-from tests.fast.api.served import PATIENCE, Script, Server, serving
+from tests.fast.api.served import PATIENCE, Script, Server, serving, serving_ready
 
 KEYS = ["first-key", "second-key", "ключ"]
 BEARER = {"Authorization": "Bearer first-key"}
@@ -52,22 +52,13 @@ from app.api.process import run
 from app.config.settings import Config
 sys.exit(run(Config.model_validate_json(sys.argv[1]), Path(sys.argv[2]), None, sys.argv[3:]))
 """
-
-
-@pytest.fixture(scope="module")
-def shared_server(model_folder: Path) -> Iterator[Server]:
-    with serving(model_folder, api_key=KEYS, allowed_origins=[ORIGIN["Origin"]]) as server:
-        server.script.ready()
-        server.reach("ready")
-        yield server
+SERVED = {"api_key": KEYS, "allowed_origins": [ORIGIN["Origin"]]}
 
 
 @pytest.fixture(scope="module")
 def proxied_server(model_folder: Path) -> Iterator[Server]:
     """A server behind a proxy that puts /llm before every path."""
-    with serving(model_folder, root_path="/llm", api_key=KEYS) as server:
-        server.script.ready()
-        server.reach("ready")
+    with serving_ready(model_folder, root_path="/llm", api_key=KEYS) as server:
         yield server
 
 
@@ -304,8 +295,7 @@ def test_the_document_and_its_page_know_the_prefix(proxied_server):
 
 def test_a_silent_engine_is_bridged_by_comments_that_no_client_sees(own_server, background, monkeypatch):
     monkeypatch.setattr(stream, "KEEP_ALIVE_SECONDS", 0.02)
-    own_server.script.ready()
-    own_server.reach("ready")
+    own_server.ready()
 
     def first() -> str:
         request_id = own_server.script.see("Submit")["request_id"]
@@ -329,8 +319,7 @@ def test_a_silent_engine_is_bridged_by_comments_that_no_client_sees(own_server, 
 
 def test_the_sdk_reads_over_the_comments(own_server, background, monkeypatch):
     monkeypatch.setattr(stream, "KEEP_ALIVE_SECONDS", 0.005)
-    own_server.script.ready()
-    own_server.reach("ready")
+    own_server.ready()
 
     def play() -> None:
         request_id = own_server.script.see("Submit")["request_id"]
@@ -352,8 +341,7 @@ def test_prompts_are_logged_only_if_that_was_asked_for(model_folder, caplog, log
         "/tokenize": [{"prompt": "secret words"}],
     }
     with serving(model_folder, log_prompts=log_prompts) as server, caplog.at_level(logging.DEBUG):
-        server.script.ready()
-        server.reach("ready")
+        server.ready()
         server.script.plan([*server.ids("secret answer"), 2])
         bodies["/v1/completions"].append({"prompt": server.ids("secret words")})
         for path, asked in bodies.items():

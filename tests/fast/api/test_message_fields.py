@@ -1,14 +1,10 @@
 """Fields of messages: those that change no text pass, reasoning is read, and names are written or told."""
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from app.text.chat_template import ChatTemplate
 from tests.fast.api.served import Server
-from tests.fast.api.templates import HEAD, HELLO, QWEN, TURN, prompt_of, refusal, serving_template
+from tests.fast.api.templates import HEAD, HELLO, QWEN, TURN, prompt_of, refusal
 
 CACHED = {"cache_control": {"type": "ephemeral"}}
 THOUGHT = f"{HEAD}{TURN}<think>\n2 + 3\n</think>\n\n5.<|im_end|>\n{HEAD}{TURN}"
@@ -21,12 +17,7 @@ NAMED = """\
 """Writes names, but not those of tools' messages."""
 CALL = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
 CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-
-
-@pytest.fixture(scope="module")
-def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving_template(model_folder, tmp_path_factory.mktemp("messages") / "qwen") as server:
-        yield server
+SERVED = {"template": QWEN}
 
 
 @pytest.mark.parametrize(
@@ -96,8 +87,7 @@ def warned(server: Server, messages: list[dict[str, object]], **fields: object) 
     server.script.plan([2])
     ask = {"messages": messages} | fields
     whole = server.http.post("/v1/chat/completions", json=ask).json()
-    events = server.http.post("/v1/chat/completions", json=ask | {"stream": True}).text.split("\n\n")[:-2]
-    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    chunks = server.chunks("/v1/chat/completions", ask)
     warnings = whole.get("warnings", [])
     assert [warning for chunk in chunks for warning in chunk.get("warnings", [])] == warnings
     assert server.http.post("/tokenize", json=ask).json().get("warnings", []) == warnings

@@ -32,8 +32,7 @@ def test_the_engine_is_given_its_settings_on_stdin(own_server):
 
 
 def test_while_draining_running_requests_finish_and_new_ones_are_refused(own_server, background):
-    own_server.script.ready()
-    own_server.reach("ready")
+    own_server.ready()
     running = background.submit(lambda: own_server.openai.completions.create(**ASK))
     request_id = own_server.script.see("Submit")["request_id"]
     draining = background.submit(lambda: own_server.call(lambda: own_server.engine.drain(PATIENCE)))
@@ -48,8 +47,7 @@ def test_while_draining_running_requests_finish_and_new_ones_are_refused(own_ser
 
 
 def test_what_outlasts_the_drain_ends_in_an_error(own_server, background):
-    own_server.script.ready()
-    own_server.reach("ready")
+    own_server.ready()
     running = background.submit(lambda: own_server.http.post("/v1/completions", json=ASK))
     own_server.script.see("Submit")
     own_server.call(lambda: own_server.engine.drain(0.01))
@@ -58,8 +56,7 @@ def test_what_outlasts_the_drain_ends_in_an_error(own_server, background):
 
 
 def test_metrics_tell_what_was_drafted_verified_and_accepted(own_server):
-    own_server.script.ready()
-    own_server.reach("ready")
+    own_server.ready()
     ids = own_server.bytes("abcdefgh")
     own_server.script.plan(ids[:1], ids[1:5], ids[5:], [2])
     own_server.openai.completions.create(**ASK)
@@ -93,10 +90,14 @@ def test_probes_need_no_body_and_answer_with_a_request_id(server, path):
     assert response.status_code == 200 and response.headers["x-request-id"]
 
 
-@pytest.mark.parametrize("path", ["/live", "/ready", "/health", "/metrics", "/v1/models"])
+@pytest.mark.parametrize(
+    "path",
+    "/live /ready /health /metrics /v1/models /v1/models/tiny /version /openapi.json".split(),
+)
 def test_head_is_get_without_the_body(server, path):
-    response = server.http.head(path)
-    assert (response.status_code, response.content) == (200, b"")
+    got, asked = server.http.get(path), server.http.head(path)
+    assert got.status_code == asked.status_code == 200
+    assert asked.content == b"" and asked.headers.get("content-type") == got.headers.get("content-type")
 
 
 def test_the_log_has_request_ids_and_never_a_prompt_or_an_answer(server, caplog):

@@ -26,8 +26,7 @@ def test_a_chat_request_runs_few_functions_in_few_files(model_folder: Path) -> N
     threading.setprofile(note)  # for the threads of the server, which start below
     try:
         with serving(model_folder) as server:
-            server.script.ready()
-            server.reach("ready")
+            server.ready()
             server.script.plan(server.ids("hello"), server.ids("world"), [2])
             assert server.http.post("/v1/chat/completions", json=CHAT).status_code == 200
             is_on = True

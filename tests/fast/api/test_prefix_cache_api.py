@@ -106,15 +106,13 @@ def test_while_the_engine_loads_or_drains_there_is_nothing_to_flush(own_server, 
     refused = own_server.http.post(path)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_loading")
     assert int(refused.headers["retry-after"]) > 0
-    own_server.script.ready()
-    own_server.reach("ready")
+    own_server.ready()
     own_server.call(lambda: own_server.engine.drain(1))
     assert own_server.http.post(path).json()["error"]["code"] == "engine_draining"
 
 
 def test_an_engine_that_answered_a_flush_is_idle_again(own_server):
-    own_server.script.ready()
-    own_server.reach("ready")
+    own_server.ready()
     own_server.http.post("/reset_prefix_cache")
     own_server.script.see("FlushCache")
 

@@ -93,8 +93,7 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_name_and_never_reaches_th
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_neutral_values_pass(model_folder, own_server, stream):
-    own_server.script.ready()
-    own_server.reach("ready")
+    own_server.ready()
     own_server.script.plan([2])
     everything = {refusal.field: None for refusal in REFUSALS if "." not in refusal.field}
     bookkeeping = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "unheard_of": 1}

@@ -1,11 +1,7 @@
 """POST /v1/responses: items and typed events of OpenAI's Responses API, with the text that chat gives."""
 
-import itertools
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from queue import Queue
-from random import Random
 from typing import Any
 
 import openai
@@ -15,7 +11,7 @@ from app.text.parsers import FAMILIES, OutputParser, Parsed
 from tests.fast.api.connections import connect
 from tests.fast.api.errors import error_of
 from tests.fast.api.served import PATIENCE, Server
-from tests.fast.api.templates import HEAD, HELLO, TURN, serving_template
+from tests.fast.api.templates import HEAD, HELLO, QWEN, TURN
 
 PATH = "/v1/responses"
 ASK = {"model": "tiny", "input": "hello"}
@@ -26,6 +22,7 @@ WEATHER = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
 TOOLS: dict[str, Any] = {"tools": [WEATHER, {"type": "function", "name": "clock"}]}
+SERVED = {"template": QWEN, "reasoning_parser": "qwen3", "tool_call_parser": "qwen3"}
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -60,21 +57,6 @@ KINDS = {
     "a call and text": ["function_call", "message"],
     "text between calls": ["reasoning", "message", "function_call", "message", "function_call", "message"],
 }
-
-
-@pytest.fixture(scope="module")
-def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("responses") / "qwen"
-    with serving_template(model_folder, folder, reasoning_parser="qwen3", tool_call_parser="qwen3") as server:
-        yield server
-
-
-def plan(server: Server, text: str, seed: int = 0) -> None:
-    """The engine answers with `text`, a token a byte, in steps of random sizes."""
-    ids = [*(server.bytes(text) if text else []), 2]
-    random = Random(seed)
-    cuts = sorted(random.sample(range(1, len(ids)), k=random.randrange(len(ids))))
-    server.script.plan(*[ids[a:b] for a, b in itertools.pairwise([0, *cuts, len(ids)])])
 
 
 def whole(server: Server, **fields: Any) -> dict[str, Any]:
@@ -117,7 +99,7 @@ def as_chat(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_the_items_have_the_text_reasoning_and_calls_that_chat_has(server, output):
-    plan(server, OUTPUTS[output])
+    server.plan_text(OUTPUTS[output])
     answer = whole(server, **TOOLS)
     items = answer["output"]
     assert [item["type"] for item in items] == KINDS[output]
@@ -141,9 +123,9 @@ def test_the_items_have_the_text_reasoning_and_calls_that_chat_has(server, outpu
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_streamed_and_whole_answers_agree_wherever_the_steps_end(server, output, seed):
-    plan(server, OUTPUTS[output], 2 * seed)
+    server.plan_text(OUTPUTS[output], 2 * seed)
     expected = whole(server, **TOOLS)
-    plan(server, OUTPUTS[output], 2 * seed + 1)
+    server.plan_text(OUTPUTS[output], 2 * seed + 1)
     events = streamed(server, **TOOLS)
     last = events[-1]["response"]
     assert events[-1]["type"] == "response.completed"
@@ -184,7 +166,7 @@ def written(item: dict[str, Any], index: int, deltas: list[dict[str, Any]]) -> l
 
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_the_events_come_in_openais_order_and_carry_each_item_whole(server, output):
-    plan(server, OUTPUTS[output], 3)
+    server.plan_text(OUTPUTS[output], 3)
     created, in_progress, *inner, completed = streamed(server, **TOOLS)
     assert (created["type"], in_progress["type"]) == ("response.created", "response.in_progress")
     for event in (created, in_progress):
@@ -202,7 +184,7 @@ def test_the_events_come_in_openais_order_and_carry_each_item_whole(server, outp
 
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_the_sdk_reads_whole_and_streamed_answers(server, output):
-    plan(server, OUTPUTS[output], 1)
+    server.plan_text(OUTPUTS[output], 1)
     answer = server.openai.responses.create(**ASK, **TOOLS)
     with server.openai.responses.stream(**ASK, **TOOLS) as events:
         texts = [event.delta for event in events if event.type == "response.output_text.delta"]
@@ -267,7 +249,7 @@ def test_text_behind_a_call_is_an_item_of_its_own_in_a_stream(server, background
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
 def test_a_required_call_is_the_answer(server, choice, stream):
     begun = '<tool_call>\n{"name": "' + ("" if choice == "required" else 'weather", "arguments": ')
-    plan(server, ONE_CALL.removeprefix(begun))
+    server.plan_text(ONE_CALL.removeprefix(begun))
     fields = TOOLS | {"tool_choice": choice, "chat_template_kwargs": {"enable_thinking": False}}
     answer = streamed(server, **fields)[-1]["response"] if stream else whole(server, **fields)
     (item,) = answer["output"]
@@ -296,7 +278,7 @@ def test_a_step_is_one_delta(server, background):
 @pytest.mark.parametrize("as_objects", [True, False])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_loop_sends_the_answers_items_back_as_they_are(server, stream, as_objects):
-    plan(server, OUTPUTS["reasoning, text and calls"])
+    server.plan_text(OUTPUTS["reasoning, text and calls"])
     if stream:
         with server.openai.responses.stream(**ASK, **TOOLS) as events:
             answer = events.get_final_response()
@@ -308,7 +290,7 @@ def test_a_tool_loop_sends_the_answers_items_back_as_they_are(server, stream, as
     items = answer.output if as_objects else [item.model_dump() for item in answer.output]
     server.script.plan([2])
     server.openai.responses.create(**ASK | {"input": [HELLO, *items, *results]}, **TOOLS)
-    prompt = server.tokenizer.decode(server.script.see("Submit")["token_ids"], skip_special_tokens=False)
+    prompt = server.prompt()
     result = "<|im_start|>user\n<tool_response>\n12\n</tool_response><|im_end|>\n"
     told = f"<think>\nHm.\n</think>\n\nLook:\n{ONE_CALL}\n{call('clock')}"
     assert prompt.endswith(f"{HEAD}{TURN}{told}<|im_end|>\n{result}{result}{TURN}")
@@ -326,7 +308,7 @@ def test_a_tool_loop_sends_the_answers_items_back_as_they_are(server, stream, as
 def test_an_answer_that_reaches_its_limit_is_incomplete_and_so_is_its_last_item(server, output, left_out, kinds):
     text = OUTPUTS[output]
     fields = TOOLS | {"max_output_tokens": len(server.bytes(text)) - left_out}
-    plan(server, text)
+    server.plan_text(text)
     answer = whole(server, **fields)
     last = streamed(server, **fields)[-1]
     assert last["type"] == "response.incomplete"
@@ -359,14 +341,14 @@ REASONING = "<think>\nHm, a < b.\n</think>"
 )
 def test_tokens_of_the_reasoning_and_its_marks_are_counted_wherever_the_steps_end(server, text, expected, seed):
     num_tokens = len(server.bytes(expected)) if expected else 0
-    plan(server, text, seed)
+    server.plan_text(text, seed)
     for answer in (whole(server, **TOOLS), streamed(server, **TOOLS)[-1]["response"]):
         assert answer["usage"]["output_tokens_details"] == {"reasoning_tokens": num_tokens}
     assert chat(server)["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_tokens}
 
 
 def test_reasoning_without_an_end_is_all_of_the_tokens(server):
-    plan(server, REASONING)
+    server.plan_text(REASONING)
     usage = whole(server, max_output_tokens=12)["usage"]
     assert usage["output_tokens_details"]["reasoning_tokens"] == usage["output_tokens"] == 12
 

@@ -1,7 +1,5 @@
 """Every field of /v1/responses is honoured or refused by name, and items become the prompt that chat makes."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -12,7 +10,7 @@ from app.api.responses_schemas import ResponsesRequest
 from app.api.schemas import ChatCompletionRequest
 from tests.fast.api.errors import error_of
 from tests.fast.api.served import CHATML, Server
-from tests.fast.api.templates import HELLO, serving_template
+from tests.fast.api.templates import HELLO, QWEN
 
 PATH = "/v1/responses"
 ASK = {"model": "tiny", "input": "hello"}
@@ -23,19 +21,13 @@ CHAT_RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "sunny"}
 THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
 NO_THINKING: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
 TOOL = {"name": "weather", "description": "How it is", "parameters": {"type": "object", "properties": {}}}
+SERVED = {"template": QWEN, "reasoning_parser": "qwen3", "tool_call_parser": "qwen3"}
 
 
 def said(text: str, **more: Any) -> dict[str, Any]:
     """An assistant's message as an answer has it."""
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
     return {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": [part], **more}
-
-
-@pytest.fixture(scope="module")
-def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("responses-fields") / "qwen"
-    with serving_template(model_folder, folder, reasoning_parser="qwen3", tool_call_parser="qwen3") as server:
-        yield server
 
 
 def submitted(server: Server, path: str, fields: dict[str, Any]) -> dict[str, Any]:

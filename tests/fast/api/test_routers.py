@@ -108,8 +108,7 @@ def test_sglangs_gateway_finds_its_names_under_both_paths(server):
 
 def test_the_load_counts_requests_that_run_and_tokens_on_pages(own_server):
     assert own_server.http.get("/get_load").status_code == 503
-    own_server.script.ready()
-    own_server.reach("ready")
+    own_server.ready()
     idle = {"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0}
     assert own_server.http.get("/get_load").json() == [idle]
     own_server.engine.stats = StepStats("decode", 0.02, 3, 2, 25, 100, 0)

@@ -147,8 +147,7 @@ def test_a_bias_beyond_the_vocabulary_says_where_that_ends(server):
 
 
 def test_there_may_be_so_many_biases_and_no_more(own_server):
-    own_server.script.ready(vocab_size=2**17)
-    own_server.reach("ready")
+    own_server.ready(vocab_size=2**17)
     own_server.script.plan([2])
     biases = {str(token): 1 for token in range(MAX_BIASES)}
     submit = submitted(own_server, TEXT[0], TEXT[1] | {"logit_bias": biases})
@@ -223,8 +222,7 @@ def recommending(model_folder, tmp_path):
     recommended = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.02, "repetition_penalty": 1.05}
     (folder / "generation_config.json").write_text(json.dumps(recommended | {"eos_token_id": 2}))
     with serving(folder) as server:
-        server.script.ready()
-        server.reach("ready")
+        server.ready()
         server.script.plan([2])
         yield server, recommended
 

@@ -2,13 +2,12 @@
 
 import itertools
 import json
-from random import Random
 from typing import Any
 
 import pytest
 
 from app.messages import SpecStep
-from tests.fast.api.served import Server
+from tests.fast.api.served import Server, cut
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello world"}]}
 TEXT = {"model": "tiny", "prompt": "hello world", "max_tokens": 200}
@@ -21,11 +20,7 @@ both = pytest.mark.parametrize("kind", PATHS)
 
 def chunks(server: Server, kind: str, options: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
     path, ask = PATHS[kind]
-    response = server.http.post(path, json=ask | {"stream": True, "stream_options": options} | fields)
-    assert response.status_code == 200, response.text
-    events = response.text.split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""]
-    return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    return server.chunks(path, ask | {"stream_options": options} | fields)
 
 
 def text_of(received: list[dict[str, Any]]) -> str:
@@ -36,12 +31,6 @@ def text_of(received: list[dict[str, Any]]) -> str:
 def steps_of(received: list[dict[str, Any]]) -> list[dict[str, Any]]:
     choices = [choice for chunk in received for choice in chunk["choices"]]
     return [step for choice in choices for step in choice.get("speculation", {}).get("steps", [])]
-
-
-def cut(ids: list[int], seed: int) -> list[list[int]]:
-    random = Random(seed)
-    cuts = sorted(random.sample(range(1, len(ids)), k=random.randrange(len(ids))))
-    return [ids[a:b] for a, b in itertools.pairwise([0, *cuts, len(ids)])]
 
 
 def totals(steps: list[dict[str, Any]]) -> dict[str, int]:

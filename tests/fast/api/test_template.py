@@ -1,20 +1,14 @@
 """Requests and settings pass only permitted arguments to the chat template."""
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from app.text import chat_template
-from tests.fast.api.served import Server, until
-from tests.fast.api.templates import HEAD, HELLO, NO_THINKING, TURN, prompt_of, refusal, serving_template
+from tests.fast.api.served import until
+from tests.fast.api.templates import HEAD, HELLO, NO_THINKING, QWEN, TURN, prompt_of, refusal
 
-
-@pytest.fixture(scope="module")
-def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving_template(model_folder, tmp_path_factory.mktemp("template") / "qwen") as server:
-        yield server
+SERVED = {"template": QWEN}
 
 
 @pytest.mark.parametrize(

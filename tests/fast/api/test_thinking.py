@@ -1,25 +1,15 @@
 """Fields that turn thinking on and off, and the one that leaves reasoning out of an answer."""
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from tests.fast.api.served import CHATML, Server
-from tests.fast.api.templates import ASK, HEAD, HELLO, NO_THINKING, TURN, prompt_of, refusal, serving_template
+from tests.fast.api.served import CHATML
+from tests.fast.api.templates import ASK, HEAD, HELLO, NO_THINKING, QWEN, TURN, prompt_of, refusal
 
 EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
 OFF = [{"reasoning_effort": "none"}, {"enable_thinking": False}]
 ON = [{"reasoning_effort": "low"}, {"enable_thinking": True}]
 KWARGS = "chat_template_kwargs"
-
-
-@pytest.fixture(scope="module")
-def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("thinking") / "qwen"
-    with serving_template(model_folder, folder, reasoning_parser="qwen3") as server:
-        yield server
+SERVED = {"template": QWEN, "reasoning_parser": "qwen3"}
 
 
 @pytest.mark.parametrize("fields", OFF, ids=str)
@@ -42,7 +32,7 @@ def test_responses_have_the_effort_too(server, effort):
     server.script.plan([2])
     answer = server.http.post("/v1/responses", json={"input": "hello", "reasoning": {"effort": effort}})
     assert answer.status_code == 200, answer.text
-    prompt = server.tokenizer.decode(server.script.see("Submit")["token_ids"], skip_special_tokens=False)
+    prompt = server.prompt()
     assert prompt == HEAD + TURN + (NO_THINKING if effort == "none" else "")
 
 
@@ -99,9 +89,8 @@ def test_steps_show_no_tokens_of_hidden_reasoning(server, include, opening):
     reasoning = f"{opening}hm, 2 < 3</think>" if opening else ""
     ids = [*server.bytes(f"{reasoning}They are."), 2]
     server.script.plan(ids[:3], ids[3:5], ids[5:])
-    body = ASK | {"include_reasoning": include, "stream": True, "stream_options": {"include_speculation": True}}
-    events = server.http.post("/v1/chat/completions", json=body).text.split("\n\n")[:-2]
-    choices = [choice for event in events for choice in json.loads(event.removeprefix("data: "))["choices"]]
+    body = ASK | {"include_reasoning": include, "stream_options": {"include_speculation": True}}
+    choices = [choice for chunk in server.chunks("/v1/chat/completions", body) for choice in chunk["choices"]]
     steps = [step for choice in choices for step in choice.get("speculation", {}).get("steps", [])]
     assert [len(step["tokens"]) for step in steps] == [3, 2, len(ids) - 5]
     shown = "".join(token for step in steps for token in step["tokens"])

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -14,18 +13,14 @@ import pytest
 import tokenizers
 from tokenizers import processors
 
-from tests.fast.api.served import Script, Server, serving
-from tests.fast.api.templates import ASK, HEAD, HELLO, TURN, serving_template
+from tests.fast.api.errors import error_of
+from tests.fast.api.served import Server, serving_ready
+from tests.fast.api.templates import ASK, HEAD, HELLO, QWEN, TURN
 
 WORDS = ["hello world", "", " ", "naïve 漢字 👩‍👩‍👧 e\u0301", "<|im_start|>user\n", "\x00\x1f", "a" * 300]
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 CALLED = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "clock", "arguments": "{}"}}]}
-
-
-@pytest.fixture(scope="module")
-def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving_template(model_folder, tmp_path_factory.mktemp("tokenize") / "qwen") as server:
-        yield server
+SERVED = {"template": QWEN}
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +33,7 @@ def bos_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
     )
     backend.save(str(folder / "tokenizer.json"))
-    with serving(folder) as server:
-        server.script.ready()
-        server.reach("ready")
+    with serving_ready(folder) as server:
         yield server
 
 
@@ -48,12 +41,6 @@ def post(server: Server, path: str, **body: Any) -> dict[str, Any]:
     response = server.http.post(path, json=body)
     assert response.status_code == 200, response.text
     return response.json()
-
-
-def refusal(server: Server, path: str, **body: Any) -> dict[str, Any]:
-    response = server.http.post(path, json=body)
-    assert response.status_code == 400, response.text
-    return response.json()["error"]
 
 
 @pytest.mark.parametrize("text", WORDS)
@@ -170,11 +157,11 @@ def test_vllms_add_special_tokens_is_honoured_or_refused_by_name(bos_server, pat
     ids=str,
 )
 def test_what_cannot_be_is_refused_by_name(server, path, body, param):
-    assert refusal(server, path, **body)["param"] == param
+    assert error_of(server.http.post(path, json=body), 400)["param"] == param
 
 
 def test_an_id_out_of_range_is_told_with_the_last_there_is(server):
-    message = refusal(server, "/detokenize", tokens=[1, 512])["message"]
+    message = error_of(server.http.post("/detokenize", json={"tokens": [1, 512]}), 400)["message"]
     assert "512" in message and "511" in message
 
 
@@ -198,16 +185,8 @@ def test_a_text_beyond_the_context_is_counted(server, kind, length):
 @pytest.fixture
 def slash_server(model_folder: Path) -> Iterator[Server]:
     """A server of a model whose name has a slash."""
-    with tempfile.TemporaryDirectory(prefix="dft-") as folder:
-        script = Script(Path(folder))
-        server = Server(script, model_folder, {"step_timeout": 120.0}, served_model_name=["org/tiny", "tiny"])
-        try:
-            script.ready()
-            server.reach("ready")
-            yield server
-        finally:
-            server.close()
-            script.close()
+    with serving_ready(model_folder, served_model_name=["org/tiny", "tiny"]) as server:
+        yield server
 
 
 @pytest.mark.parametrize("path", ["/v1/models/org/tiny", "/v1/models/org%2Ftiny"])
@@ -222,10 +201,7 @@ def test_a_model_is_found_by_its_name_slash_or_not(slash_server, path):
 
 @pytest.mark.parametrize("name", ["gpt-4", "tiny/", "tiny/x", "Tiny", "org%2Fother", "%F0%9F%98%80", "x" * 5000])
 def test_a_model_that_is_not_here_is_404_with_those_that_are(server, name):
-    response = server.http.get(f"/v1/models/{name}")
-    error = response.json()["error"]
-    assert response.status_code == 404
-    assert set(error) == {"message", "type", "param", "code"}
+    error = error_of(server.http.get(f"/v1/models/{name}"), 404)
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", "model", "model_not_found")
     assert "`tiny`, `also-tiny`" in error["message"] and len(error["message"]) < 300
     with pytest.raises(openai.NotFoundError):
@@ -241,8 +217,7 @@ def test_models_can_be_asked_for_while_the_model_loads(own_server):
 def test_the_facts_of_the_engine_and_of_its_draft_are_told_once_it_is_loaded(own_server):
     response = own_server.http.get("/server_info")
     assert (response.status_code, response.json()["status"]) == (503, "loading")
-    own_server.script.ready()
-    own_server.reach("ready")
+    own_server.ready()
     found = own_server.http.get("/server_info").json()
     named = {"model_path": "tiny", "served_model_name": "tiny", "tp_size": 1, "dp_size": 1}
     assert found == own_server.script.info | named | {"forwards": "by operators"}
@@ -253,13 +228,6 @@ def test_the_version_is_that_of_the_package(server):
     answer = server.http.get("/version").json()
     assert answer == {"version": version("dflash-server")}
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", answer["version"])
-
-
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", "/version", "/health", "/openapi.json"])
-def test_head_is_get_without_the_body(server, path):
-    got, asked = server.http.get(path), server.http.head(path)
-    assert (got.status_code, asked.status_code) == (200, 200)
-    assert asked.content == b"" and asked.headers.get("content-type") == got.headers.get("content-type")
 
 
 @pytest.mark.parametrize(("path", "allowed"), [("/tokenize", "POST"), ("/detokenize", "POST"), ("/version", "GET")])

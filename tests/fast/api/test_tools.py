@@ -1,10 +1,6 @@
 """Tools: offered in the prompt, called in the answer, remembered in the conversation."""
 
-import itertools
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -12,7 +8,7 @@ import pytest
 from app.api.services import Services
 from app.config.settings import Config
 from tests.fast.api.served import CHATML, Server
-from tests.fast.api.templates import HEAD, HELLO, QWEN, TURN, prompt_of, refusal, serving_template
+from tests.fast.api.templates import HEAD, HELLO, QWEN, TURN, Said, prompt_of, refusal, said
 
 LLAMA = """\
 {%- for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content }}{% endfor %}
@@ -41,6 +37,7 @@ WEATHER = {
 }
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 OFFER = {"model": "tiny", "messages": [HELLO], "tools": [WEATHER, CLOCK]}
+SERVED = {"template": QWEN, "tool_call_parser": "qwen3"}
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -62,44 +59,8 @@ OUTPUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving_template(model_folder, tmp_path_factory.mktemp("tools") / "qwen", tool_call_parser="qwen3") as server:
-        yield server
-
-
-def plan(server: Server, text: str, seed: int) -> None:
-    """The engine answers with `text`, a token a byte, in steps of random sizes."""
-    ids = [*(server.bytes(text) if text else []), 2]
-    random = Random(seed)
-    cuts = sorted(random.choices(range(1, len(ids) + 1), k=random.randrange(len(ids))))
-    steps = [ids[a:b] for a, b in itertools.pairwise([0, *cuts, len(ids)])]
-    server.script.plan(*[step for step in steps if step])
-
-
-def whole(server: Server, **fields: Any) -> dict[str, Any]:
-    """The only choice of an answer."""
-    return server.openai.chat.completions.create(**OFFER | fields).choices[0].model_dump()
-
-
-def streamed(server: Server, **fields: Any) -> dict[str, Any]:
-    """The choice that a client puts together from the chunks."""
-    content, calls, reasons = "", [], []
-    with server.openai.chat.completions.create(**OFFER | fields, stream=True) as chunks:
-        for chunk in chunks:
-            delta = chunk.choices[0].delta
-            content += delta.content or ""
-            for part in delta.tool_calls or []:
-                assert part.index == len(calls)
-                calls.append(part.model_dump(exclude={"index"}))
-            reasons += [chunk.choices[0].finish_reason] if chunk.choices[0].finish_reason else []
-    (reason,) = reasons
-    return {"content": content, "calls": calls, "finish_reason": reason}
-
-
-def functions(calls: list[dict[str, Any]] | None) -> list[tuple[str, dict[str, Any]]]:
-    assert all(call["type"] == "function" and call["id"] for call in calls or [])
-    return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls or []]
+def ask(server: Server, stream: bool = False, **fields: Any) -> Said:
+    return said(server, stream, tools=OFFER["tools"], **fields)
 
 
 def test_offered_tools_reach_the_prompt_as_they_were_sent(server):
@@ -122,7 +83,7 @@ def test_cache_control_of_a_tool_and_its_function_is_not_in_the_prompt(server):
     of_responses = {"type": "function", **WEATHER["function"], **hint}
     answer = server.http.post("/v1/responses", json={"input": "hello", "tools": [of_responses]})
     assert answer.status_code == 200, answer.text
-    told = server.tokenizer.decode(server.script.see("Submit")["token_ids"], skip_special_tokens=False)
+    told = server.prompt()
     assert told == prompt
 
 
@@ -134,27 +95,20 @@ def test_strict_false_says_nothing_and_is_not_in_the_prompt(server):
 @pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": []}, {"tools": None}], ids=str)
 def test_without_offered_tools_the_prompt_has_none_and_a_call_is_content(server, fields):
     text = OUTPUTS["text around"]
-    plan(server, text, 0)
-    answer = whole(server, **fields)
-    assert answer["message"]["content"] == text
-    assert answer["message"]["tool_calls"] is None
-    assert answer["finish_reason"] == "stop"
-    plan(server, text, 1)
-    assert streamed(server, **fields) == {"content": text, "calls": [], "finish_reason": "stop"}
+    server.plan_text(text, 0)
+    for stream in (False, True):
+        assert said(server, stream, **{"tools": OFFER["tools"]} | fields)[:4] == (None, text, "stop", [])
     assert server.text(server.script.see("Submit")["token_ids"]) == server.text(server.ids(HEAD + TURN))
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_streamed_and_whole_answers_agree_wherever_the_steps_end(server, output, seed):
-    plan(server, OUTPUTS[output], 2 * seed)
-    answer = whole(server)
-    plan(server, OUTPUTS[output], 2 * seed + 1)
-    pieces = streamed(server)
-    message = answer["message"]
-    assert pieces["content"] == (message["content"] or "")
-    assert functions(pieces["calls"]) == functions(message["tool_calls"])
-    assert pieces["finish_reason"] == answer["finish_reason"] == ("tool_calls" if message["tool_calls"] else "stop")
+    server.plan_text(OUTPUTS[output], 2 * seed)
+    answer = ask(server)
+    server.plan_text(OUTPUTS[output], 2 * seed + 1)
+    assert ask(server, stream=True)[:4] == answer[:4]
+    assert answer.finish_reason == ("tool_calls" if answer.calls else "stop")
 
 
 @pytest.mark.parametrize(
@@ -173,31 +127,23 @@ def test_streamed_and_whole_answers_agree_wherever_the_steps_end(server, output,
     ],
 )
 def test_calls_are_taken_out_and_what_is_no_call_is_content_as_it_was_written(server, output, content, called):
-    plan(server, OUTPUTS[output], 0)
-    message = whole(server)["message"]
-    assert message["content"] == content
-    assert functions(message["tool_calls"]) == called
+    server.plan_text(OUTPUTS[output], 0)
+    assert server.openai.chat.completions.create(**OFFER).choices[0].message.content == content
+    assert ask(server).calls == called
 
 
 def test_calls_have_ids_of_their_own_and_are_numbered_in_a_stream(server):
     ids = []
     for seed in range(3):
-        plan(server, OUTPUTS["two"], seed)
-        ids += [call["id"] for call in whole(server)["message"]["tool_calls"]]
-        plan(server, OUTPUTS["two"], seed)
-        ids += [call["id"] for call in streamed(server)["calls"]]
+        server.plan_text(OUTPUTS["two"], seed)
+        ids += ask(server).call_ids + ask(server, stream=True).call_ids
     assert len(set(ids)) == 12
 
 
 def test_calls_of_one_step_are_one_chunk_and_those_of_two_steps_are_numbered_on(server, background):
     server.script.by_hand()
 
-    def play() -> str:
-        request_id = server.script.see("Submit")["request_id"]
-        server.script.emit(request_id, server.bytes(OUTPUTS["two"]))
-        return request_id
-
-    playing = background.submit(play)
+    playing = background.submit(server.answer, server.bytes(OUTPUTS["two"]))
     indexes = []
     with server.openai.chat.completions.create(**OFFER, stream=True) as chunks:
         request_id = playing.result()
@@ -218,44 +164,34 @@ def test_calls_of_one_step_are_one_chunk_and_those_of_two_steps_are_numbered_on(
     ],
 )
 def test_without_parallel_calls_the_first_is_kept(server, output, content, called, seed):
-    plan(server, OUTPUTS[output], seed)
-    answer = whole(server, parallel_tool_calls=False)
-    assert functions(answer["message"]["tool_calls"]) == [called]
-    plan(server, OUTPUTS[output], seed + 1)
-    pieces = streamed(server, parallel_tool_calls=False)
-    assert functions(pieces["calls"]) == [called]
-    assert " ".join(pieces["content"].split()) == " ".join((answer["message"]["content"] or "").split()) == content
-    assert pieces["finish_reason"] == answer["finish_reason"] == "tool_calls"
+    server.plan_text(OUTPUTS[output], seed)
+    for stream in (False, True):
+        answer = ask(server, stream, parallel_tool_calls=False)
+        assert (answer.content.strip(), answer.finish_reason, answer.calls) == (content, "tool_calls", [called])
 
 
 def test_a_call_cut_off_by_the_limit_is_content_and_the_reason_is_length(server):
     text = OUTPUTS["one"]
-    plan(server, text, 0)
-    answer = whole(server, max_tokens=len(server.bytes(text)) - 20)
-    assert answer["finish_reason"] == "length"
-    assert answer["message"]["content"] == text[:-20]
-    assert answer["message"]["tool_calls"] is None
+    server.plan_text(text, 0)
+    assert ask(server, max_tokens=len(server.bytes(text)) - 20)[1:4] == (text[:-20], "length", [])
 
 
 def test_an_answer_that_runs_out_behind_a_call_is_incomplete(server):
     text = OUTPUTS["text around"]
-    plan(server, text, 0)
-    answer = whole(server, max_tokens=len(server.bytes(text)) - 2)
-    assert len(answer["message"]["tool_calls"]) == 2
-    assert answer["finish_reason"] == "length"
+    server.plan_text(text, 0)
+    answer = ask(server, max_tokens=len(server.bytes(text)) - 2)
+    assert (len(answer.calls), answer.finish_reason) == (2, "length")
 
 
 def test_a_stop_string_inside_a_call_ends_the_answer_before_the_call(server):
-    plan(server, OUTPUTS["text before"], 0)
-    answer = whole(server, stop='"arguments"')
-    assert answer["message"]["content"] == 'Let me see.\n\n<tool_call>\n{"name": "weather", '
-    assert (answer["message"]["tool_calls"], answer["finish_reason"]) == (None, "stop")
+    server.plan_text(OUTPUTS["text before"], 0)
+    shown = 'Let me see.\n\n<tool_call>\n{"name": "weather", '
+    assert ask(server, stop='"arguments"')[1:4] == (shown, "stop", [])
 
 
 def test_usage_counts_the_tokens_of_calls(server):
-    plan(server, OUTPUTS["two"], 0)
-    answer = server.openai.chat.completions.create(**OFFER)
-    assert answer.usage.completion_tokens == len(server.bytes(OUTPUTS["two"])) + 1
+    server.plan_text(OUTPUTS["two"], 0)
+    assert ask(server).usage["completion_tokens"] == len(server.bytes(OUTPUTS["two"])) + 1
 
 
 def conversation(arguments: str | None = '{"city": "Bern", "days": 2}') -> list[dict[str, Any]]:
@@ -292,7 +228,7 @@ def test_templates_may_ask_for_the_members_of_the_arguments(start):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_sdks_own_message_can_be_sent_back_as_it_is(server, stream):
-    plan(server, OUTPUTS["text around"], 0)
+    server.plan_text(OUTPUTS["text around"], 0)
     if stream:
         with server.openai.chat.completions.stream(**OFFER) as events:
             message = events.get_final_completion().choices[0].message
@@ -303,7 +239,7 @@ def test_the_sdks_own_message_can_be_sent_back_as_it_is(server, stream):
     for sent in (message, message.model_dump(), message.model_dump(exclude_none=True)):
         server.script.plan([2])
         server.openai.chat.completions.create(**OFFER | {"messages": [HELLO, sent, *results]})
-        prompt = server.tokenizer.decode(server.script.see("Submit")["token_ids"], skip_special_tokens=False)
+        prompt = server.prompt()
         assert call("clock") in prompt and call("weather", city="x") in prompt
         assert prompt.count("<tool_response>\n12\n") == 2
 
@@ -371,9 +307,8 @@ def test_a_template_without_a_place_for_calls_refuses_them_too(start):
 
 def test_with_the_parser_off_a_call_is_content(start):
     server = start(QWEN)
-    plan(server, OUTPUTS["one"], 0)
-    answer = whole(server)
-    assert (answer["message"]["content"], answer["finish_reason"]) == (OUTPUTS["one"], "stop")
+    server.plan_text(OUTPUTS["one"], 0)
+    assert ask(server)[1:4] == (OUTPUTS["one"], "stop", [])
 
 
 @pytest.mark.parametrize(
@@ -388,34 +323,26 @@ def test_with_the_parser_off_a_call_is_content(start):
         ("llama3_json", QWEN, "llama3_json"),
     ],
 )
-def test_the_parser_is_chosen_by_its_setting_or_from_the_template(model_folder, tmp_path, said, template, name):
-    with serving_template(model_folder, tmp_path / "own", template) as server:
-        config = Config(tool_call_parser=said)
-        family = Services(config, server.engine, server.tokenizer, server.metrics).tool_family
-        assert (family and family.name) == name
-        by_template = server.tokenizer.chat_template.family
-        assert by_template is family or said == "none"
+def test_the_parser_is_chosen_by_its_setting_or_from_the_template(start, said, template, name):
+    server = start(template)
+    family = Services(Config(tool_call_parser=said), server.engine, server.tokenizer, server.metrics).tool_family
+    assert (family and family.name) == name
+    assert server.tokenizer.chat_template.family is family or said == "none"
 
 
 @pytest.mark.parametrize("content", ["I look.", "", None])
-def test_what_was_said_beside_a_call_is_in_llamas_prompt(
-    model_folder: Path, tmp_path: Path, content: str | None
-) -> None:
+def test_what_was_said_beside_a_call_is_in_llamas_prompt(start, content):
     """Its template would leave it out."""
-    function = {"name": "clock", "arguments": "{}"}
-    turn = {
-        "role": "assistant",
-        "content": content,
-        "tool_calls": [{"id": "a", "type": "function", "function": function}],
-    }
-    with serving_template(model_folder, tmp_path / "own", LLAMA_CALLS) as server:
-        prompt = prompt_of(server, messages=[HELLO, turn, {"role": "tool", "tool_call_id": "a", "content": "noon"}])
+    call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    turn = {"role": "assistant", "content": content, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "a", "content": "noon"}
+    prompt = prompt_of(start(LLAMA_CALLS), messages=[HELLO, turn, result])
     spoken = "<|start_header_id|>assistant<|end_header_id|>\n\n"
     said = f"{spoken}{content}<|eot_id|>" if content else ""
     assert f'hello<|eot_id|>{said}{spoken}{{"name": "clock", "parameters": {{}}}}<|eot_id|><|start_header' in prompt
 
 
 def test_bare_completions_are_text_even_if_it_reads_like_a_call(server):
-    plan(server, OUTPUTS["two"], 0)
+    server.plan_text(OUTPUTS["two"], 0)
     answer = server.openai.completions.create(model="tiny", prompt="x", max_tokens=400)
     assert answer.choices[0].text == OUTPUTS["two"]

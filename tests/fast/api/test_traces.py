@@ -18,20 +18,13 @@ from app.config.error import ConfigError
 from app.config.requirements import OTLP_PROTOCOL, check_settings
 from app.config.settings import Config
 from tests.fast.api.errors import CHAT, TEXT
-from tests.fast.api.served import PATIENCE, serving, until
+from tests.fast.api.served import PATIENCE, until
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
 SPANS = InMemorySpanExporter()
 LATENCIES = "e2e time_in_queue time_to_first_token time_in_model_prefill time_in_model_decode time_in_model_inference"
-
-
-@pytest.fixture(scope="module")
-def shared_server(model_folder):
-    with serving(model_folder, tracer=Tracer(SimpleSpanProcessor(SPANS))) as server:
-        server.script.ready()
-        server.reach("ready")
-        yield server
+SERVED = {"tracer": Tracer(SimpleSpanProcessor(SPANS))}
 
 
 def span() -> ReadableSpan:

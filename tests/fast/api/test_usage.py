@@ -1,33 +1,22 @@
 """Usage and ends of answers: tokens of reasoning, and what ended a choice."""
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.fast.api.served import Server
-from tests.fast.api.templates import ASK, serving_template
+from tests.fast.api.templates import ASK, QWEN
 
 TEXT = {"model": "tiny", "prompt": "x", "max_tokens": 400}
 PATHS = {"chat": ("/v1/chat/completions", ASK), "completions": ("/v1/completions", TEXT)}
 both = pytest.mark.parametrize("kind", PATHS)
 THOUGHT = "<think>hm</think>"
-
-
-@pytest.fixture(scope="module")
-def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("usage") / "qwen"
-    with serving_template(model_folder, folder, reasoning_parser="qwen3", tool_call_parser="qwen3") as server:
-        yield server
+SERVED = {"template": QWEN, "reasoning_parser": "qwen3", "tool_call_parser": "qwen3"}
 
 
 def chunks(server: Server, kind: str, options: dict[str, Any] | None = None, **fields: Any) -> list[dict[str, Any]]:
     path, ask = PATHS[kind]
-    response = server.http.post(path, json=ask | fields | {"stream": True, "stream_options": options})
-    assert response.status_code == 200, response.text
-    return [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    return server.chunks(path, ask | fields | {"stream_options": options})
 
 
 def whole(server: Server, kind: str = "chat", **fields: Any) -> dict[str, Any]:
