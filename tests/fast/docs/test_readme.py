@@ -27,6 +27,12 @@ def test_the_readme_has_at_most_150_lines() -> None:
     assert README.count("\n") <= 150
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_every_path_of_the_tree_that_a_page_names_exists(name: str) -> None:
+    named = set(re.findall(r"`((?:app|tests|tools|docker)/[\w./-]*\w)`", PAGES[name]))
+    assert sorted(path for path in named if not (ROOT / path).exists()) == []
+
+
 def test_the_table_of_peers_flags_is_the_codes_own() -> None:
     without = {"refused": "**refused**"}
     rows = [
