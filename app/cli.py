@@ -26,19 +26,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code: 2 for a user's mistake, which is one line and a hint."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else ""
-    if command in ("-h", "--help", "help"):
-        print(USAGE, end="")
-        return 0
+    if command in ("", "-h", "--help", "help"):
+        print(USAGE, end="", file=sys.stdout if command else sys.stderr)
+        return 0 if command else 2
     if command == "--version":
         from importlib.metadata import version
 
         print(f"dflash-server {version('dflash-server')}")
         return 0
-    if not command:
-        print(USAGE, end="", file=sys.stderr)
-        return 2
-    if command in ("bench", "report"):
-        return _fail(f"{command} is no command of the server", f"run `python -m tools.{command}` in the source tree")
     if command not in COMMANDS:
         meant = [*(get_close_matches(command, COMMANDS, n=1) or ["serve", command]), *arguments[1:]]
         return _fail(f"unknown command {command}", f"did you mean `dflash-server {' '.join(meant)}`?")

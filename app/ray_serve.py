@@ -31,10 +31,8 @@ _PYTHON_PROXY = (
 )
 _RAYS = {"host": "http_options", "port": "http_options", "root_path": "route_prefix", "drain_delay": "Ray's own drain"}
 """Settings that Ray has in our place, and their names there."""
-_MIN_SHUTDOWN_SECONDS = 35.0
-"""HAProxy sends requests for up to 30 s to a replica that is to end."""
-_MARGIN = 16
-"""Room for probes and refused requests, in addition to those that the server admits."""
+_MIN_SHUTDOWN_SECONDS = 35.0  # HAProxy sends requests for up to 30 s to a replica that is to end
+_MARGIN = 16  # room for probes and refused requests, in addition to those that the server admits
 
 
 def application(args: Mapping[str, Any]) -> serve.Application:
@@ -64,22 +62,22 @@ def options(config: Config, replicas: Replicas) -> dict[str, Any]:
 
     Ray shows a replica only the devices that it takes of its node, from number 0 on.
     """
-    count, running = config.engine.tensor_parallel_size, config.engine.max_num_seqs
-    of_device: dict[str, Any] = {"cpu": {}, "cuda": {"num_gpus": count}, "npu": {"resources": {"NPU": count}}}
-    devices = of_device.get(config.engine.device)
-    if devices is None:
-        raise ConfigError(f"device={config.engine.device}: say cpu, cuda or npu, by which Ray finds a node's devices")
+    count, running, device = config.engine.tensor_parallel_size, config.engine.max_num_seqs, config.engine.device
+    devices: dict[str, Any] = {"cpu": {}, "cuda": {"num_gpus": count}, "npu": {"resources": {"NPU": count}}}
+    if device not in devices:
+        raise ConfigError(f"device={device}: say cpu, cuda or npu, by which Ray finds a node's devices")
+    bound = 10_000  # the server's own bound answers 429 with a sentence
+    if running is not None:
+        queue = MAX_QUEUED_PER_RUNNING * running if config.max_queue is None else config.max_queue
+        bound = running + queue + _MARGIN
     chosen: dict[str, Any] = {
         "name": "dflash",
-        "ray_actor_options": {"num_cpus": replicas.num_cpus, **devices},
+        "ray_actor_options": {"num_cpus": replicas.num_cpus, **devices[device]},
         "graceful_shutdown_timeout_s": max(config.shutdown_timeout + 5, _MIN_SHUTDOWN_SECONDS),
         "health_check_period_s": replicas.health_check_period_s,
         "max_constructor_retry_count": 1,  # a replica starts its engine three times before it gives up
-        "max_ongoing_requests": 10_000,  # the server's own bound answers 429 with a sentence
+        "max_ongoing_requests": bound,
     }
-    if running is not None:
-        queue = MAX_QUEUED_PER_RUNNING * running if config.max_queue is None else config.max_queue
-        chosen["max_ongoing_requests"] = running + queue + _MARGIN
     if replicas.max_replicas is None:
         return chosen | {"num_replicas": replicas.num_replicas}
     if running is None and replicas.target_ongoing_requests is None:

@@ -18,9 +18,8 @@ from app import log
 from app.api import connection
 from app.api.display import print_error, show_start
 from app.api.server import ENGINE_COMMAND, Server
+from app.config.error import ConfigError
 from app.config.settings import Config
-from app.text.chat_template import ChatTemplateError
-from app.text.tokenizer import TokenizerError
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ def run(config: Config, target: Path, draft: Path | None, engine_command: Sequen
         return 1
     try:
         server = Server(config, target, draft, engine_command)
-    except (TokenizerError, ChatTemplateError) as error:
+    except ConfigError as error:
         print_error(str(error))
         return 2
     try:

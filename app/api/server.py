@@ -39,7 +39,7 @@ class Server:
     """Engine and application of one model. `target` and `draft` are the checkpoints' folders.
 
     While the engine loads, requests wait for `hold_seconds` at most. The constructor opens no socket. It raises
-    TokenizerError or ChatTemplateError for files that cannot be used, and ConfigError for settings that exclude others.
+    ConfigError for files that cannot be used, and for settings that exclude others.
     """
 
     def __init__(

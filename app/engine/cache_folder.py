@@ -1,22 +1,50 @@
-"""The user's folder for what a start leaves for the next one."""
+"""What a start leaves for the next one, in folders of the user: code that g++ made, and answers of timed launches.
+
+A kept file is called NAME-HASH.KIND, where the hash is of all that decides its content. Code is loaded from these
+folders, so they must belong to this user only.
+"""
 
 import contextlib
+import logging
 import os
+import re
+import shutil
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
 
-def cache_folder(name: str) -> Path:
-    """Return the folder for files of one kind. It may be missing. Raises RuntimeError for a user without a home."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-server" / name
+MAX_OF_A_NAME = 8
+"""Files kept of each name: shapes, settings and releases that a machine is likely to change between."""
+AT_WORK_SECONDS = 3600.0
+"""No engine takes longer to compile or load, so an older file belongs to a process that was killed."""
+_WORK = "work-"
+_KEPT = re.compile(r"(\w+)-[0-9a-f]{16}\.\w+")
+
+
+@contextlib.contextmanager
+def cache(name: str) -> Iterator[Path]:
+    """Yield the folder of one kind of files, and remove what it keeps no longer at the end.
+
+    Where the user's folder cannot be used safely, it is a new one that is removed at the end. So no code of another
+    user is ever taken.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = own_folder(name)
+        if folder is None:
+            logger.info("nothing %s is kept: set XDG_CACHE_HOME to a writable folder of this user only", name)
+            folder = Path(stack.enter_context(work_folder(None)))
+        stack.callback(_tidy, folder)
+        yield folder
 
 
 def own_folder(name: str) -> Path | None:
-    """Return that folder, made if it is missing, or None where another user could put files into it.
-
-    Code is loaded from such folders, so they must belong to this user only.
-    """
-    with contextlib.suppress(OSError, RuntimeError):
-        folder = cache_folder(name)
+    """Return the user's folder, made if it is missing, or None where another user could put files into it."""
+    with contextlib.suppress(OSError, RuntimeError):  # a user may have no home
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-server" / name
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         is_ours = folder.stat().st_uid == os.getuid() and _owners_above(folder) <= {0, os.getuid()}
         if is_ours and os.access(folder, os.W_OK):
@@ -25,6 +53,34 @@ def own_folder(name: str) -> Path | None:
     return None
 
 
+def work_folder(folder: Path | None) -> tempfile.TemporaryDirectory[str]:
+    """Return a new folder for unfinished files, inside of `folder`. A later start removes that of a killed process."""
+    return tempfile.TemporaryDirectory(dir=folder, prefix=_WORK, ignore_cleanup_errors=True)
+
+
 def _owners_above(folder: Path) -> set[int]:
     """Return the users that could put another folder in its place."""
     return {path.stat().st_uid for path in folder.resolve().parents}
+
+
+def _tidy(folder: Path) -> None:
+    """Remove what processes that were killed left, and of each name all files but those that were used last."""
+    last_used: dict[str, list[tuple[float, Path]]] = defaultdict(list)
+    with contextlib.suppress(OSError):  # another process may remove the same files
+        for path in folder.iterdir():
+            if kept := _KEPT.fullmatch(path.name):
+                last_used[kept[1]].append((path.stat().st_mtime, path))
+            elif path.name.startswith(_WORK):
+                _remove_if_old(path)
+        for files in last_used.values():
+            for _, path in sorted(files, reverse=True)[MAX_OF_A_NAME:]:
+                _remove_if_old(path)
+
+
+def _remove_if_old(path: Path) -> None:
+    if time.time() - path.lstat().st_mtime < AT_WORK_SECONDS:  # other servers may just be starting
+        return
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

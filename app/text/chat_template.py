@@ -20,10 +20,11 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from app.config.error import ConfigError
 from app.text.parsers import family_for
 
 
-class ChatTemplateError(ValueError):
+class ChatTemplateError(ConfigError):
     """A template that cannot be used, or that cannot render the messages. Then the text is for the client."""
 
 

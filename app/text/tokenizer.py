@@ -13,14 +13,12 @@ import tokenizers
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
+from app.config.error import ConfigError
+from app.engine.checkpoint.files import read_json
 from app.text.chat_template import ChatTemplate
 from app.text.parsers import MARKS
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-class TokenizerError(ValueError):
-    """A file of the folder cannot be used. The message names the file and says what to do."""
 
 
 class PromptTooLong(ValueError):
@@ -47,20 +45,20 @@ class Tokenizer:
 
     `max_id` is the highest id that it can make. `model_vocab_size`, `model_type` and `architectures` are
     those of config.json, if it has them.
-    The constructor raises TokenizerError or ChatTemplateError, which name the file at fault.
+    The constructor raises ConfigError, which names the file at fault.
     """
 
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise TokenizerError(
+            raise ConfigError(
                 f"{path} does not exist. Make it with Transformers: "
                 f"AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             )
         try:
             self.backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # The library raises plain Exception.
-            raise TokenizerError(f"{path} cannot be read: {error}") from None
+            raise ConfigError(f"{path} cannot be read: {error}") from None
         self.backend = _with_marks_as_text(self.backend)
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -68,8 +66,9 @@ class Tokenizer:
         self.max_id = max(vocabulary.values(), default=0)
         self._max_token_bytes = max((len(token.encode()) for token in vocabulary), default=1) or 1
         settings_path, generation_path = folder / "tokenizer_config.json", folder / "generation_config.json"
-        settings, generation = _read_json(settings_path), _read_json(generation_path)
-        config = _read_json(config_path := folder / "config.json")
+        config_path = folder / "config.json"
+        files = settings_path, generation_path, config_path
+        settings, generation, config = (read_json(file, or_empty=True) for file in files)
         given = {name: settings.get(name) for name in _SPECIAL_TOKENS}
         special = {name: _content(settings_path, name, token) for name, token in given.items() if token is not None}
         eos_ids = _ids(generation_path, generation.get("eos_token_id"))
@@ -120,7 +119,7 @@ def _defaults(path: Path, generation: dict[str, Any]) -> GenerationDefaults:
         return GenerationDefaults(**{name: value for name, value in values.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]
-        raise TokenizerError(f"{path}: {first['loc'][0]} is {first['input']!r}: {first['msg']}") from None
+        raise ConfigError(f"{path}: {first['loc'][0]} is {first['input']!r}: {first['msg']}") from None
 
 
 def _ids(path: Path, value: Any) -> list[int]:
@@ -128,24 +127,12 @@ def _ids(path: Path, value: Any) -> list[int]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < 2**31:
-            raise TokenizerError(f"{path}: eos_token_id must be a token id or a list of them, not {value!r}")
+            raise ConfigError(f"{path}: eos_token_id must be a token id or a list of them, not {value!r}")
     return list(ids)
 
 
 def _content(path: Path, name: str, token: Any) -> str:
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str):
-        raise TokenizerError(f"{path}: {name} must be a token's text, not {token!r}")
+        raise ConfigError(f"{path}: {name} must be a token's text, not {token!r}")
     return content
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path} holds no JSON object")
-    return value

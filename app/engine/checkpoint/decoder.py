@@ -26,8 +26,8 @@ def decoder_config(raw: Raw, *, experts: bool = False, **traits: Any) -> Decoder
     Raises UnsupportedError naming a field that would be run wrongly, like those of experts without `experts`.
     """
     _refuse_variants(raw, experts)
-    sizes = ("hidden_size", "num_attention_heads", "num_hidden_layers")
-    hidden, heads, num_layers = (positive(raw, field) for field in sizes)
+    hidden, heads = positive(raw, "hidden_size"), positive(raw, "num_attention_heads")
+    num_layers = positive(raw, "num_hidden_layers")
     kv_heads = positive(raw, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise UnsupportedError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
@@ -72,15 +72,12 @@ def layer_kinds(kinds: Any, num_layers: int, known: tuple[str, ...]) -> list[str
 
 
 def rope_config(raw: Raw, head_dim: int) -> tuple[RopeConfig, int]:
-    """Return RoPE as `rope_scaling` and `rope_parameters` have it, and the longest context with it.
-
-    Raises UnsupportedError naming a type or a parameter that is not computed here.
-    """
+    """Return RoPE by `rope_scaling` and `rope_parameters`, and the longest context with it. Raises UnsupportedError."""
     rope = fields(raw, "rope_scaling") | fields(raw, "rope_parameters")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(kind, str) or kind not in _SCALING_KEYS:
-        known = ", ".join(_SCALING_KEYS)
-        raise UnsupportedError(f"RoPE scaling of type {kind!r} is not supported yet; supported: {known}")
+    if kind not in list(_SCALING_KEYS):
+        supported = ", ".join(_SCALING_KEYS)
+        raise UnsupportedError(f"RoPE scaling of type {kind!r} is not supported yet; supported: {supported}")
     if unknown := sorted(set(rope) - _ROPE_KEYS - _SCALING_KEYS[kind]):
         raise UnsupportedError(f"RoPE parameter {unknown[0]} = {rope[unknown[0]]!r} of {kind} is not supported yet")
     dim = positive(rope, "rope_dim", head_dim)
@@ -95,15 +92,10 @@ def rope_config(raw: Raw, head_dim: int) -> tuple[RopeConfig, int]:
             raise UnsupportedError(f"RoPE parameter high_freq_factor {high} must exceed low_freq_factor {low}")
         scaling = Llama3Scaling(factor, low, high, original)
     elif kind == "yarn":
-        factor = number(rope, "factor")
-        scaling = YarnScaling(
-            factor,
-            original,
-            beta_fast=number(rope, "beta_fast", 32.0),
-            beta_slow=number(rope, "beta_slow", 1.0),
-            attention_factor=number(rope, "attention_factor", 0.1 * math.log(max(factor, 1.0)) + 1.0),
-            truncate=flag(rope, "truncate") is not False,
-        )
+        factor, truncate = number(rope, "factor"), flag(rope, "truncate") is not False
+        betas = number(rope, "beta_fast", 32.0), number(rope, "beta_slow", 1.0)
+        attention_factor = number(rope, "attention_factor", 0.1 * math.log(max(factor, 1.0)) + 1.0)
+        scaling = YarnScaling(factor, original, *betas, attention_factor, truncate)
         longest = max(longest, int(factor * original))
     styles = {flag(part, key) for key in _PAIR_KEYS for part in (raw, rope)} - {None}
     if len(styles) > 1:
@@ -128,8 +120,7 @@ def _refuse_variants(raw: Raw, experts: bool) -> None:
 
 def _experts(raw: Raw) -> MoeConfig | None:
     """Return the mixture of experts, or None without one. Raises UnsupportedError for sizes that do not fit."""
-    given = {name: raw[name] for name in _NUM_EXPERTS if raw.get(name)}
-    if not given:
+    if not (given := {name: raw[name] for name in _NUM_EXPERTS if raw.get(name)}):
         return None
     if len(given) > 1 and raw["num_experts"] != raw["num_local_experts"]:
         raise UnsupportedError(" and ".join(f"{name} = {value!r}" for name, value in given.items()) + " disagree")

@@ -57,6 +57,7 @@ def is_draft(raw: Raw) -> bool:
     return "dflash_config" in raw or "speculators_model_type" in raw
 
 
+@naming("draft")
 def draft_config(
     raw: Raw,
     target: DecoderConfig,
@@ -65,69 +66,60 @@ def draft_config(
 ) -> DFlashConfig:
     """Return the shape of a draft. A smaller `block_size` than the trained one may be given; None takes that one.
 
-    `token_id` finds a mask token that is named by its text. Raises UnsupportedError naming the field that would be run
-    wrongly or that does not fit the target.
+    `token_id` finds a mask token by its text. Raises UnsupportedError for what would be run wrongly, or does not fit.
     """
-    with naming("draft"):
-        keys, warnings = _flattened(raw)
-        only(keys, model_type=("qwen3", "dflash"), architectures=(["DFlashDraftModel"],))
-        for field in _LOGIT_KEYS:
-            number(keys, field, 1.0)
-        layers = without(keys, _SLIDING_KEYS | _LOGIT_KEYS)
-        decoder = decoder_config({"vocab_size": target.vocab_size, **layers}, qk_norm=True, masks=_masks(keys))
-        target_hidden_size = positive(keys, "target_hidden_size", decoder.hidden_size)
-        draft_vocab_size = positive(keys, "draft_vocab_size", decoder.vocab_size)
-        of_target = "target_hidden_size" if keys.get("target_hidden_size") else "hidden_size"
-        for field, found, wanted in (
-            ("vocab_size", decoder.vocab_size, target.vocab_size),
-            ("num_target_layers", positive(keys, "num_target_layers", target.num_layers), target.num_layers),
-            (of_target, target_hidden_size, target.hidden_size),
-            ("draft_vocab_size", max(draft_vocab_size, target.vocab_size), target.vocab_size),
-        ):
-            if found != wanted:
-                made = "give the draft that was made for this target"
-                raise UnsupportedError(f"{field} is {found}, but this target has {wanted}; {made}")
-        first_draft_row = 0 if flag(keys, "sample_from_anchor") else 1
-        return DFlashConfig(
-            decoder=decoder,
-            block_size=_block_size(keys, block_size, first_draft_row),
-            target_layer_ids=_target_layer_ids(keys.get("target_layer_ids"), decoder.num_layers, target.num_layers),
-            mask_token_id=_mask_token_id(keys, target.vocab_size, token_id),
-            target_hidden_size=target_hidden_size,
-            draft_vocab_size=draft_vocab_size,
-            first_draft_row=first_draft_row,
-            warnings=tuple(warnings),
-        )
+    keys, warnings = _flattened(raw)
+    only(keys, model_type=("qwen3", "dflash"), architectures=(["DFlashDraftModel"],))
+    for field in _LOGIT_KEYS:
+        number(keys, field, 1.0)
+    layers = without(keys, _SLIDING_KEYS | _LOGIT_KEYS)
+    decoder = decoder_config({"vocab_size": target.vocab_size, **layers}, qk_norm=True, masks=_masks(keys))
+    target_hidden_size = positive(keys, "target_hidden_size", decoder.hidden_size)
+    draft_vocab_size = positive(keys, "draft_vocab_size", decoder.vocab_size)
+    of_target = "target_hidden_size" if keys.get("target_hidden_size") else "hidden_size"
+    for field, found, wanted in (
+        ("vocab_size", decoder.vocab_size, target.vocab_size),
+        ("num_target_layers", positive(keys, "num_target_layers", target.num_layers), target.num_layers),
+        (of_target, target_hidden_size, target.hidden_size),
+        ("draft_vocab_size", max(draft_vocab_size, target.vocab_size), target.vocab_size),
+    ):
+        if found != wanted:
+            both = f"{field} is {found}, but this target has {wanted}"
+            raise UnsupportedError(f"{both}; give the draft that was made for this target")
+    first_draft_row = 0 if flag(keys, "sample_from_anchor") else 1
+    return DFlashConfig(
+        decoder=decoder,
+        block_size=_block_size(keys, block_size, first_draft_row),
+        target_layer_ids=_target_layer_ids(keys.get("target_layer_ids"), decoder.num_layers, target.num_layers),
+        mask_token_id=_mask_token_id(keys, target.vocab_size, token_id),
+        target_hidden_size=target_hidden_size,
+        draft_vocab_size=draft_vocab_size,
+        first_draft_row=first_draft_row,
+        warnings=tuple(warnings),
+    )
 
 
 def refuse_foreign_tensors(names: Iterable[str], *, biases: bool) -> None:
-    """Raise UnsupportedError for a draft's tensor that is not run. Left out, it would cost acceptance silently.
-
-    It is of another variant of DFlash, which is named, or a bias while the config names no `biases`.
-    """
+    """Raise UnsupportedError for a draft's tensor that is not run. Left out, it would cost acceptance silently."""
     unknown = sorted(name for name in names if not _TENSOR.fullmatch(name) and not (biases and _BIAS.fullmatch(name)))
     for name in unknown:
         if dialect := next(filter(None, map(_dialect, name.split("."))), None):
             raise UnsupportedError(f"draft: tensor {name} is of {dialect}, which is not supported yet")
-    if unknown and _BIAS.fullmatch(unknown[0]):
-        raise UnsupportedError(f"draft: tensor {unknown[0]} is a bias, but attention_bias in config.json is not true")
     if unknown:
-        which = f"{unknown[0]} (one of {len(unknown)})"
-        raise UnsupportedError(f"draft: tensor {which} is of a variant of DFlash that is not supported yet")
+        reason = f"(one of {len(unknown)}) is of a variant of DFlash that is not supported yet"
+        if _BIAS.fullmatch(unknown[0]):
+            reason = "is a bias, but attention_bias in config.json is not true"
+        raise UnsupportedError(f"draft: tensor {unknown[0]} {reason}")
 
 
 def _flattened(raw: Raw) -> tuple[dict[str, Any], list[str]]:
-    """Return the keys that mean something here, those inside `dflash_config` before those at the top, and warnings.
-
-    Raises UnsupportedError for a config of no DFlash draft, or for a key of a dialect that is not supported.
-    """
+    """Return the keys that mean something here, and warnings. Those in `dflash_config` win over those at the top."""
     if "speculators_model_type" in raw or "transformer_layer_config" in raw:
         raw = _from_speculators(raw)
     inner = raw.get("dflash_config")
     if not isinstance(inner, dict):
-        raise UnsupportedError(
-            f"config.json has no dflash_config, so this is no DFlash draft (architectures: {raw.get('architectures')})"
-        )
+        made = f"(architectures: {raw.get('architectures')})"
+        raise UnsupportedError(f"config.json has no dflash_config, so this is no DFlash draft {made}")
     inner = {name if name in _INNER_KEYS else f"dflash_config.{name}": value for name, value in inner.items()}
     inner = {name: value for name, value in inner.items() if value is not None}
     warnings = [
@@ -145,10 +137,7 @@ def _flattened(raw: Raw) -> tuple[dict[str, Any], list[str]]:
 
 
 def _from_speculators(raw: Raw) -> dict[str, Any]:
-    """Return a config of the speculators library in z-lab's layout.
-
-    The library counts the layers that have run, so its id k is the residual stream after our layer k - 1.
-    """
+    """Return a config of the speculators library in z-lab's layout. Its layer k is our layer k - 1."""
     kind, layer = raw.get("speculators_model_type"), raw.get("transformer_layer_config")
     if kind != "dflash" or not isinstance(layer, dict):
         found = f"speculators_model_type {kind!r} with transformer_layer_config {type(layer).__name__}"

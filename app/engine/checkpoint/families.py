@@ -23,14 +23,14 @@ class Family(NamedTuple):
     read: Callable[[Raw], DecoderConfig]
 
 
+@naming("target")
 def target_config(raw: Raw) -> DecoderConfig:
     """Return the shape of a target's config.json. Raises UnsupportedError for what its class would run wrongly."""
-    with naming("target"):
-        model_type = raw.get("model_type")
-        if not isinstance(model_type, str) or model_type not in FAMILIES:
-            supported = ", ".join(f"{name!r} ({family.name})" for name, family in FAMILIES.items())
-            raise UnsupportedError(f"model_type {model_type!r} is not supported yet; supported: {supported}")
-        return FAMILIES[model_type].read(raw)
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        supported = ", ".join(f"{name!r} ({family.name})" for name, family in FAMILIES.items())
+        raise UnsupportedError(f"model_type {model_type!r} is not supported yet; supported: {supported}")
+    return FAMILIES[model_type].read(raw)
 
 
 def _gpt_oss(raw: Raw) -> DecoderConfig:
@@ -106,11 +106,10 @@ def _gated_delta(text: Raw) -> GatedDeltaConfig:
     return sizes
 
 
-_qwen3 = partial(decoder_config, qk_norm=True)
 _hybrid_experts = partial(_hybrid, experts=True)
 FAMILIES: dict[str, Family] = {
-    "qwen3": Family("dense Qwen3", "target.Target", _qwen3),
-    "qwen3_moe": Family("Qwen3 with experts", "target.Target", partial(_qwen3, experts=True)),
+    "qwen3": Family("dense Qwen3", "target.Target", partial(decoder_config, qk_norm=True)),
+    "qwen3_moe": Family("Qwen3 with experts", "target.Target", partial(decoder_config, qk_norm=True, experts=True)),
     "llama": Family("Llama 3", "target.Target", decoder_config),
     "gpt_oss": Family("gpt-oss", "gpt_oss.GptOss", _gpt_oss),
     "qwen2": Family("Qwen2 and Qwen2.5", "target.Target", partial(decoder_config, qkv_bias=True)),

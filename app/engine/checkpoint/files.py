@@ -41,10 +41,9 @@ class StoredTensor(NamedTuple):
 
 
 def find_folder(name: str, role: Literal["target", "draft"]) -> Path:
-    """Return the folder of a checkpoint: `demo`, an existing folder, or a Hugging Face id.
+    """Return the folder of a checkpoint: `demo`, an existing folder, or a Hugging Face id. Raises UnsupportedError.
 
-    An id is downloaded if the cache does not hold it. The variables of huggingface_hub apply: HF_HUB_OFFLINE=1 makes
-    no network call, HF_ENDPOINT names another hub. Raises UnsupportedError.
+    An id is downloaded if the cache does not hold it. The variables of huggingface_hub apply, like HF_HUB_OFFLINE.
     """
     if name == "demo":
         return DEMO / role
@@ -78,8 +77,10 @@ def find_folder(name: str, role: Literal["target", "draft"]) -> Path:
     raise UnsupportedError(f"{role} {name}: there is no folder {folder.absolute()}, and {reason}")
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises UnsupportedError."""
+def read_json(file: Path, *, or_empty: bool = False) -> dict[str, Any]:
+    """Return the JSON object in a file, or with `or_empty` {} if there is no such file. Raises UnsupportedError."""
+    if or_empty and not file.is_file():
+        return {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -99,13 +100,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 def token_id(text: str, folders: Iterable[Path]) -> int | None:
     """Return the id of a token by the tokenizer.json or added_tokens.json of the first folder that has it, or None."""
     for folder in folders:
-        tokenizer, ids = (
-            read_json(file) if (file := folder / name).is_file() else {}
-            for name in ("tokenizer.json", "added_tokens.json")
-        )
+        tokenizer = read_json(folder / "tokenizer.json", or_empty=True)
         vocabulary = tokenizer.get("model", {}).get("vocab")
-        added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
-        ids = (vocabulary if isinstance(vocabulary, dict) else {}) | added | ids
+        ids = vocabulary if isinstance(vocabulary, dict) else {}
+        ids |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+        ids |= read_json(folder / "added_tokens.json", or_empty=True)
         if text in ids:
             return int(ids[text])
     return None
@@ -114,8 +113,8 @@ def token_id(text: str, folders: Iterable[Path]) -> int | None:
 def read_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return tensors by their names without `model.` and `language_model.` before them, because files differ in these.
 
-    A single file goes before an index, as in Transformers. Raises UnsupportedError, naming the file, unless all files
-    are there and whole, and if a name says that the weights are quantised, which config.json may not say.
+    A single file goes before an index, as in Transformers. Raises UnsupportedError unless all files are there and
+    whole, and if a name says that the weights are quantised, which config.json may not say.
     """
     single = folder / "model.safetensors"
     if single.is_file():
@@ -168,9 +167,8 @@ def _read_shapes(file: Path) -> dict[str, list[int]]:
     except OSError as error:
         raise UnsupportedError(f"{file} cannot be read: {error.strerror or error}") from None
     except SafetensorError as error:
-        with file.open("rb") as stream:
-            is_pointer = stream.read(8) == b"version "
         reason = f"is cut off or damaged ({file.stat().st_size} bytes: {error}); {_AGAIN}"
-        if is_pointer:
-            reason = "is a Git LFS pointer and not the weights; run `git lfs pull` in its folder"
+        with file.open("rb") as stream:
+            if stream.read(8) == b"version ":
+                reason = "is a Git LFS pointer and not the weights; run `git lfs pull` in its folder"
         raise UnsupportedError(f"{file} {reason}") from None

@@ -74,8 +74,8 @@ def check_checkpoints(config: EngineConfig) -> None:
 
 def _layers(config: DecoderConfig) -> dict[str, list[int]]:
     """Return the shapes of the weights that layers of all families share, and of the last norm."""
-    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    kv, attention = config.num_kv_heads * dim, config.num_heads * dim
+    hidden, inner = config.hidden_size, config.intermediate_size
+    kv, attention = config.num_kv_heads * config.head_dim, config.num_heads * config.head_dim
     gated = 2 if config.gated_delta else 1  # a hybrid's q_proj has a gate for each head
     wanted = {"norm": [hidden]}
     for i in range(config.num_layers):
@@ -84,22 +84,18 @@ def _layers(config: DecoderConfig) -> dict[str, list[int]]:
             shapes |= {"self_attn.q_proj": [gated * attention, hidden], "self_attn.o_proj": [hidden, attention]}
             shapes |= {"self_attn.k_proj": [kv, hidden], "self_attn.v_proj": [kv, hidden]}
         if not config.moe_of(i):
-            shapes |= {
-                "mlp.gate_proj": [inner, hidden],
-                "mlp.up_proj": [inner, hidden],
-                "mlp.down_proj": [hidden, inner],
-            }
+            shapes |= {"mlp.gate_proj": [inner, hidden], "mlp.up_proj": [inner, hidden]}
+            shapes["mlp.down_proj"] = [hidden, inner]
         wanted |= {f"layers.{i}.{name}": shape for name, shape in shapes.items()}
     return wanted
 
 
 def _compare(folder: Path, stored: Mapping[str, StoredTensor], wanted: Mapping[str, list[int]]) -> None:
     """Raise UnsupportedError unless each weight that is wanted is stored, in its shape."""
-    wanted = {f"{name}.weight": shape for name, shape in wanted.items()}
-    if missing := [name for name in wanted if name not in stored]:
-        which = f"{missing[0]} is missing, one of {len(missing)} that config.json wants"
+    if missing := [name for name in wanted if f"{name}.weight" not in stored]:
+        which = f"{missing[0]}.weight is missing, one of {len(missing)} that config.json wants"
         raise UnsupportedError(f"{folder}: tensor {which}; download it again")
-    for name, shape in wanted.items():
+    for name, shape in ((f"{name}.weight", shape) for name, shape in wanted.items()):
         if stored[name].shape != shape:
             both = f"{name} has shape {stored[name].shape}, but config.json wants {shape}"
             raise UnsupportedError(f"{folder}: tensor {both}; config.json and weights are of different models")

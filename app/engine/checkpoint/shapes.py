@@ -92,7 +92,7 @@ class GatedDeltaConfig:
 
     @property
     def channels(self) -> int:
-        """Return the channels of the convolution: those of q, k and v."""
+        """Channels of the convolution: those of q, k and v."""
         return 2 * self.num_k_heads * self.k_head_dim + self.num_v_heads * self.v_head_dim
 
     @property
@@ -133,14 +133,13 @@ class DecoderConfig:
     def shard(self, size: int) -> "DecoderConfig":
         """Return the sizes of each of `size` ranks, which share heads and the MLPs. `size` divides these."""
 
-        def divided(part: Any, *names: str) -> dict[str, Any]:
-            return {name: getattr(part, name) // size for name in names}
+        def divided(part: Any, *names: str) -> Any:
+            return part and replace(part, **{name: getattr(part, name) // size for name in names})
 
-        moe = self.moe and replace(self.moe, **divided(self.moe, "intermediate_size", "shared_size"))
-        delta = self.gated_delta
-        delta = delta and replace(delta, **divided(delta, "num_k_heads", "num_v_heads"))
-        sizes = divided(self, "num_heads", "num_kv_heads", "intermediate_size")
-        return replace(self, moe=moe, gated_delta=delta, **sizes)
+        moe = divided(self.moe, "intermediate_size", "shared_size")
+        delta = divided(self.gated_delta, "num_k_heads", "num_v_heads")
+        heads = divided(self, "num_heads", "num_kv_heads", "intermediate_size")
+        return replace(heads, moe=moe, gated_delta=delta)
 
     def moe_of(self, layer: int) -> MoeConfig | None:
         """Return the experts of a layer, or None if it has a dense MLP."""
@@ -178,8 +177,7 @@ class DFlashConfig:
     def report(self) -> dict[str, str]:
         """Return what was read from the checkpoint's config, for people."""
         decoder, rope = self.decoder, self.decoder.rope
-        turning = f", {rope.dim} dims" if rope.dim else ""
-        pairs = ", adjacent pairs" if rope.adjacent_pairs else ""
+        turning = (f", {rope.dim} dims" if rope.dim else "") + (", adjacent pairs" if rope.adjacent_pairs else "")
         return {
             "layers": str(decoder.num_layers),
             "masks": "; ".join(f"{decoder.masks.count(mask)} {mask}" for mask in dict.fromkeys(decoder.masks)),
@@ -189,6 +187,6 @@ class DFlashConfig:
             "vocabulary": f"{self.draft_vocab_size} of {decoder.vocab_size}",
             "hidden_size": str(decoder.hidden_size),
             "biases": "q, k, v, o" if decoder.o_bias else "q, k, v" if decoder.qkv_bias else "none",
-            "rope": f"{rope.scaling or 'default'}, theta {rope.theta:g}{turning}{pairs}",
+            "rope": f"{rope.scaling or 'default'}, theta {rope.theta:g}{turning}",
             "dtype": decoder.dtype,
         }

@@ -1,9 +1,6 @@
 """Attention over paged K and V by operators of our own: what is written there (rotate.cpp), and what is read from it
 where it lies (attention.cpp)."""
 
-from functools import cache
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -12,8 +9,8 @@ from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv, Pr
 
 
 def is_own(dtype: torch.dtype) -> bool:
-    """Return True if the operator is here, and computes such numbers."""
-    return linear.own(dtype) is not None and _has_fake()
+    """Return True if the operators are here, and compute such numbers."""
+    return linear.own(dtype) is not None
 
 
 def attention(q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, sinks: Tensor | None) -> Tensor:
@@ -36,14 +33,3 @@ def rotate_into(rows: ProjectedRows) -> Tensor:
     pairs = torch.view_as_real(turns) if turns.is_complex() else turns  # traced code has real ones
     q: Tensor = torch.ops.dflash_server.rotate_into(qkv, q_norm, k_norm, eps, pairs, kv.k, kv.v, slots)
     return q
-
-
-@cache
-def _has_fake() -> bool:
-    torch.library.register_fake("dflash_server::attention", lambda q_thd, *_: q_thd.new_empty(q_thd.shape))
-    torch.library.register_fake("dflash_server::rotate_into", _shape_of_q)
-    return True
-
-
-def _shape_of_q(rows: Tensor, q_norm: Any, k_norm: Any, eps: float, turns: Tensor, k: Tensor, *_: Any) -> Tensor:
-    return rows.new_empty(rows.shape[0], rows.shape[1] - 2 * k.shape[-2], rows.shape[2])

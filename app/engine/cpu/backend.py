@@ -41,14 +41,9 @@ _SMALL_LAYER = 1 << 19
 """Numbers of gate and up in a layer. With 3,000 to 147,000 bfloat16 takes up to 1.7 times as long in some steps,
 because norms convert numbers. With 786,000 it is faster in all (`python -m tools.lab dtypes`)."""
 _SMALL_MODEL = 1 << 25
-"""Parameters of target and draft. With fewer, PyTorch's threads gain nothing beside a process that answers requests."""
+"""Parameters of target and draft. With fewer, PyTorch's threads gain nothing where another process answers requests."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of so many bytes, because NumPy has no bfloat16."""
-
-
-@cache
-def _warn_of_float16() -> None:
-    logger.warning("--dtype float16 is slow on a CPU; float32 is quicker, and takes twice the memory")
+"""Integers by their bytes, because NumPy has no bfloat16."""
 
 
 class CpuBackend(TorchBackend):
@@ -74,9 +69,9 @@ class CpuBackend(TorchBackend):
     def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
         """Warn of a dtype that processors have few instructions for. Attention is planned for this dtype."""
         super().check(head_dim, block_size, page_size, dtype)
+        if dtype == torch.float16 != self._dtype:
+            logger.warning("--dtype float16 is slow on a CPU; float32 is quicker, and takes twice the memory")
         self._dtype = dtype
-        if dtype == torch.float16:
-            _warn_of_float16()
 
     def tune(
         self, decoders: Sequence[Heads], weights: Mapping[str, Sequence[Tensor]], max_num_seqs: int, page_size: int
@@ -85,7 +80,7 @@ class CpuBackend(TorchBackend):
         with self.step(linear.ALL_ROWS):
             found = linear.tune(self._packed)
         self._few_rows = min([self._few_rows, *found.values()])
-        return {name: linear.told(most_rows) for name, most_rows in found.items()}
+        return {name: "own" if most == linear.ALL_ROWS else f"own up to {most} rows" for name, most in found.items()}
 
     def pack_weight(self, *parts: Tensor) -> Tensor:
         """Return the weight row by row, like it is stored, if this package's own products are here.
@@ -114,7 +109,7 @@ class CpuBackend(TorchBackend):
         return columns.t()
 
     def fill(self, write: Callable[[Tensor, Tensor], None], parts: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-        """Write rows of each part to its place, each thread alone, because PyTorch would start others from each."""
+        """Write rows of each part to its place in threads, without PyTorch, which would start others from each."""
         blocks, to = ([rows for part in side for rows in part.split(_BLOCK_ROWS)] for side in (parts, places))
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             list(threads.map(write, blocks, to))
@@ -125,10 +120,10 @@ class CpuBackend(TorchBackend):
 
     @contextmanager
     def step(self, num_rows: int) -> Iterator[None]:
-        """Let PyTorch's operators have one thread beside our products of few rows, and in a small model.
+        """Let PyTorch's operators have one thread in steps with our products of few rows, and in a small model.
 
-        Its threads wait for one another in busy loops. Beside any busy process that makes a step many times slower
-        (tools/lab/NOTES.md).
+        Its threads wait for one another in busy loops, which makes a step many times slower where another process is
+        busy (tools/lab/NOTES.md).
         """
         threads = torch.get_num_threads()
         if num_rows <= self._few_rows or (self._few_rows and self._num_parameters < _SMALL_MODEL):
@@ -162,12 +157,13 @@ class CpuBackend(TorchBackend):
         return (torch.polar(torch.ones_like(angles) * scales, angles),)
 
     def rope(self, x_thd: Tensor, rotation: Rotation) -> Tensor:
-        (turns,) = rotation
-        return _as_real(_as_complex(x_thd.float().contiguous()) * turns).to(x_thd.dtype)
+        pairs = x_thd.float().contiguous().view(torch.complex64)
+        return (pairs * rotation[0]).view(torch.float32).to(x_thd.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        return wide.div(_rms(wide, eps)).mul_(weight).to(x.dtype)
+        wide, size = x.float(), x.shape[-1]
+        root = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).hypot_(_root(size * eps)).mul_(1 / math.sqrt(size))
+        return wide.div(root).mul_(weight).to(x.dtype)
 
     def qkv_into_kv(self, rows: ProjectedRows) -> Tensor:
         """Return `Backend.qkv_into_kv`, rounded once after norm and RoPE where the operator is here."""
@@ -224,21 +220,6 @@ def _copy(rows: Tensor, to: Tensor) -> None:
     np.copyto(to.view(bits).numpy(), rows.view(bits).numpy())
 
 
-def _rms(x: Tensor, eps: float) -> Tensor:
-    """Return sqrt(mean(x^2) + eps) over the last axis, `[..., 1]` fp32."""
-    size = x.shape[-1]
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(_root(size * eps)).mul_(1 / math.sqrt(size))
-
-
 @cache
 def _root(x: float) -> Tensor:
     return torch.tensor(math.sqrt(x))
-
-
-def _as_complex(x: Tensor) -> Tensor:
-    """Return the same memory `[..., D]` fp32 as `[..., D / 2]` complex numbers."""
-    return x.view(torch.complex64)
-
-
-def _as_real(x: Tensor) -> Tensor:
-    return x.view(torch.float32)

@@ -3,7 +3,7 @@
 Libraries choose the order of a sum by the number of rows. So products and norms are made in blocks of ROWS rows, padded
 with zeros, and see one shape. A vectorised function and its scalar tail may differ in the last bit, so SiLU is computed
 row by row. Attention has tiles of ROWS positions: a row at position p has place p % ROWS of tile p // ROWS, and a tile
-reads the tokens up to its own end. So a row's call has one shape, whatever runs beside it.
+reads the tokens up to its own end. So a row's call has one shape in every batch.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ class InvariantCpuBackend(TorchBackend):
         return in_blocks(lambda rows: norm(rows, weight, eps), x)
 
     def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> Any:
-        """Return a call for each tile of a causal mask. Rows that see their whole sequence are the draft's alone."""
+        """Return a call for each tile of a causal mask. Only the draft has rows that see their whole sequence."""
         if not mask.causal:
             return super().plan_attention(meta, mask, group)
         calls, firsts = [], accumulate(meta.query_lens, initial=0)

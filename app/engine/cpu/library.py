@@ -1,27 +1,24 @@
-"""C++ of this package, compiled by g++ for this processor and kept in the user's folder."""
+"""C++ of this package, compiled by g++ for this processor and kept for the next start."""
 
-import contextlib
 import hashlib
 import logging
 import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from app.engine.cache_folder import own_folder
+from app.engine.cache_folder import cache, work_folder
 
 logger = logging.getLogger(__name__)
 
-MAX_KEPT = 8
-"""Libraries of each source that are kept: processors, compilers and releases that a machine is likely to have."""
 _SECONDS = 300
 """A compilation takes 5 seconds of a processor."""
 _TORCH = Path(torch.__file__).parent
+_FACTS = (b"model name", b"flags", b"Features", b"CPU part")
 _FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared")
 
 
@@ -32,9 +29,8 @@ def load_operators(source: Path, *others: Path) -> None:
     """
     if not shutil.which(compiler()):
         raise RuntimeError("there is no g++")
-    with contextlib.ExitStack() as stack:
-        folder = own_folder("libraries") or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        sources = (source, *others)
+    sources = (source, *others)
+    with cache("libraries") as folder:
         library = folder / f"{source.stem}-{_digest(sources)}.so"
         try:
             _check(library)
@@ -43,7 +39,6 @@ def load_operators(source: Path, *others: Path) -> None:
         except (OSError, RuntimeError):  # missing, damaged, or made for another system's libraries
             _compile(sources, library)
             torch.ops.load_library(library)
-            _tidy(folder, source.stem)
 
 
 def compiler() -> str:
@@ -56,11 +51,11 @@ def compiler_version() -> bytes:
 
 def processor() -> bytes:
     """Return the facts that -march=native looks at."""
-    told = (b"model name", b"flags", b"Features", b"CPU part")
-    with contextlib.suppress(OSError):
+    try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
-        return b"\n".join(sorted({line for line in lines if line.startswith(told)}))
-    return platform.processor().encode()
+    except OSError:
+        return platform.processor().encode()
+    return b"\n".join(sorted({line for line in lines if line.startswith(_FACTS)}))
 
 
 def _digest(sources: Sequence[Path]) -> str:
@@ -75,13 +70,11 @@ def _digest(sources: Sequence[Path]) -> str:
 def _compile(sources: Sequence[Path], library: Path) -> None:
     """Compile to another name first, so no other process sees half a library. Raises RuntimeError."""
     logger.info("compiling %s for this processor, which takes a few seconds once", sources[0].name)
-    with tempfile.TemporaryDirectory(dir=library.parent, prefix="work-", ignore_cleanup_errors=True) as work:
-        unfinished = Path(work) / library.name
-        link = (f"-L{_TORCH / 'lib'}", "-ltorch_cpu")
+    with work_folder(library.parent) as work:
+        unfinished, link = Path(work) / library.name, (f"-L{_TORCH / 'lib'}", "-ltorch_cpu")
         command = [compiler(), *_FLAGS, f"-I{_TORCH / 'include'}", *map(str, sources), "-o", str(unfinished), *link]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SECONDS, env=os.environ | {"TMPDIR": work}
-        )
+        environment = os.environ | {"TMPDIR": work}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, env=environment)
         if done.returncode:
             raise RuntimeError(f"{compiler()} cannot compile it: {done.stderr.strip()[-500:]}")
         unfinished.write_bytes(sealed(unfinished.read_bytes()))
@@ -99,11 +92,3 @@ def _check(library: Path) -> None:
     found = library.read_bytes()
     if sealed(found[: -hashlib.sha256().digest_size]) != found:
         raise OSError(f"{library} is damaged")
-
-
-def _tidy(folder: Path, name: str) -> None:
-    """Remove all libraries of a source but those that were used last. A loaded one is mapped, and needs no file."""
-    with contextlib.suppress(OSError):  # another process may remove the same files
-        kept = sorted(folder.glob(f"{name}-*.so"), key=lambda path: path.stat().st_mtime, reverse=True)
-        for path in kept[MAX_KEPT:]:
-            path.unlink(missing_ok=True)

@@ -29,6 +29,14 @@ _ROUNDS = 5
 _FASTER = 1.1
 """PyTorch's product has to be faster by this factor, because a difference below it is noise."""
 
+_RESULTS: dict[str, Callable[..., Tensor]] = {
+    "linear": lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]),
+    "linear_float32": lambda x, weight: x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32),
+    "attention": lambda q_thd, *_: q_thd.new_empty(q_thd.shape),
+    "rotate_into": lambda qkv, q_norm, k_norm, eps, turns, k, *_: qkv.new_empty(qkv[:, 2 * k.shape[-2] :].shape),
+}
+"""Results of the operators by shape and dtype, for code that is traced."""
+
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -63,7 +71,7 @@ def float32(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def set_threads(threads: int) -> None:
-    """Let the operators have so many threads, whatever PyTorch has."""
+    """Set the operators' number of threads, whatever PyTorch has."""
     if _operator():
         torch.ops.dflash_server.set_threads(threads)
 
@@ -75,18 +83,10 @@ def _operator() -> Multiply | None:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         logger.info("products of few rows: PyTorch's own, because %s", error)
         return None
-    torch.library.register_fake("dflash_server::linear", _shape_of_linear)
-    torch.library.register_fake("dflash_server::linear_float32", _shape_of_float32)
+    for name, result in _RESULTS.items():
+        torch.library.register_fake(f"dflash_server::{name}", result)
     operator: Multiply = torch.ops.dflash_server.linear.default
     return operator
-
-
-def _shape_of_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-def _shape_of_float32(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
 
 
 def tune(weights: Iterable[tuple[torch.Size, torch.dtype]]) -> dict[str, int]:
@@ -100,11 +100,6 @@ def tune(weights: Iterable[tuple[torch.Size, torch.dtype]]) -> dict[str, int]:
             name = f"linear {out} x {size}, {str(dtype).removeprefix('torch.')}"
             found[name] = _most_rows(multiply, out, size, dtype, torch.get_num_threads())
     return found
-
-
-def told(most_rows: int) -> str:
-    """Return what people are told of a weight in `tune`'s result."""
-    return "own" if most_rows == ALL_ROWS else f"own up to {most_rows} rows"
 
 
 @cache

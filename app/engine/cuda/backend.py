@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from app.engine.cache_folder import cache
 from app.engine.cuda import experts, gated_delta, integers, prefill, products, rows, timed_launches
 from app.engine.cuda import tune as tuning
 from app.engine.cuda.attention import TILE_ROWS, Geometry, Tile, geometry, paged_attention
@@ -135,7 +136,8 @@ class CudaBackend(TorchCudaBackend):
         name = torch.cuda.get_device_name(self.device) if self.on_gpu else "CPU"
         questions = self.questions(decoders, weights, max_num_seqs, page_size)
         measure = measure or partial(tuning.seconds_in_a_graph, self.capture_apart)
-        return tuning.tune(questions, measure, name, is_fatal=self.is_fatal)
+        with cache("tuned") as folder:
+            return tuning.tune(questions, measure, name, folder, self.is_fatal)
 
     def questions(
         self, decoders: Sequence[Heads], weights: Mapping[str, Sequence[Tensor]], max_num_seqs: int, page_size: int

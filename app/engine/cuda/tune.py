@@ -4,7 +4,6 @@
 device.
 """
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -18,8 +17,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-
-from app.engine.cache_folder import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -55,19 +52,17 @@ def tune(
     questions: Sequence[Question],
     measure: Measure,
     device_name: str,
-    folder: Path | None = None,
+    folder: Path,
     is_fatal: Callable[[BaseException], bool] = lambda error: False,
 ) -> dict[str, str]:
     """Use the fastest right variant of each question, asked in order until MAX_SECONDS are over.
 
-    Answers of earlier starts are taken as they are; a user without a home has none. A question for which no time is
-    left keeps its default. Raises an error that `is_fatal`, because the device can do nothing after it. Returns the
-    variant of each question that has an answer, as people read it.
+    Answers of earlier starts in `folder` are taken as they are. A question for which no time is left keeps its default.
+    Raises an error that `is_fatal`, because the device can do nothing after it. Returns the variant of each question
+    that has an answer, as people read it.
     """
-    started, file = time.monotonic(), None
-    with contextlib.suppress(RuntimeError):
-        file = answers_file(folder or cache_folder("tuned"), device_name)
-    known = load(file) if file else {}
+    started, file = time.monotonic(), answers_file(folder, device_name)
+    known = load(file)
     answers, chosen = dict(known), dict[str, Variant | None]()
     for question in questions:
         name = question.name
@@ -128,7 +123,7 @@ def answers_file(folder: Path, device_name: str) -> Path:
     """Return the file of a device's answers. It is for these libraries and these kernels only."""
     sources = [file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))]
     key = chr(0).join([device_name, torch.__version__, triton.__version__, *sources])
-    return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    return folder / f"launches-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def load(file: Path) -> Answers:
@@ -140,12 +135,9 @@ def load(file: Path) -> Answers:
         return {}
 
 
-def save(file: Path | None, answers: Answers) -> None:
+def save(file: Path, answers: Answers) -> None:
     """Write the answers. A folder that cannot be written to costs the next start the same seconds."""
-    if file is None:
-        return
     try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         draft = file.with_suffix(f".{os.getpid()}")
         draft.write_text(json.dumps(answers, indent=1))
         draft.replace(file)

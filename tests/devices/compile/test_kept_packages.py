@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from app.engine import cache_folder
-from app.engine.compile import cache as kept
-from app.engine.compile.cache import compile_cache
+from app.engine.compile.cache import compile_cache, load_package
 
-OLD = time.time() - 2 * kept.AT_WORK_SECONDS
+OLD = time.time() - 2 * cache_folder.AT_WORK_SECONDS
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +79,7 @@ def test_pytorch_takes_code_from_a_new_folder_of_this_user_alone(
     planted = torch_folders() if "TMPDIR" in os.environ else set()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(temporary / "planted"))
     if not own:
-        monkeypatch.setattr(kept, "own_folder", lambda name: None)
+        monkeypatch.setattr(cache_folder, "own_folder", lambda name: None)
     with compile_cache() as folder:
         found = torch_folders()
         assert all(path.is_relative_to(folder) for path in found) and not found & planted
@@ -94,17 +93,17 @@ def test_pytorch_takes_code_from_a_new_folder_of_this_user_alone(
 
 def test_of_each_name_those_that_were_used_last_are_kept() -> None:
     with compile_cache() as folder:
-        targets = [package(folder, "target", number, OLD - number) for number in range(kept.MAX_OF_A_NAME + 3)]
+        targets = [package(folder, "target", number, OLD - number) for number in range(cache_folder.MAX_OF_A_NAME + 3)]
         drafts = [package(folder, "draft", number, OLD - number) for number in range(3)]
-    assert names(folder) == {*targets[: kept.MAX_OF_A_NAME], *drafts}
+    assert names(folder) == {*targets[: cache_folder.MAX_OF_A_NAME], *drafts}
 
 
 def test_a_package_counts_as_used_when_it_is_loaded() -> None:
     with compile_cache() as folder:
         path = folder / package(folder, "target", 1, OLD)
     with pytest.raises(RuntimeError):
-        kept.load_package(path)
-    assert path.stat().st_mtime > OLD + kept.AT_WORK_SECONDS
+        load_package(path)
+    assert path.stat().st_mtime > OLD + cache_folder.AT_WORK_SECONDS
 
 
 @pytest.mark.parametrize("at", ["code", "end", "nothing is left"])
@@ -114,19 +113,20 @@ def test_a_damaged_package_is_refused(tmp_path: Path, at: str) -> None:
     with zipfile.ZipFile(path, "w") as files:
         files.writestr("model.so", b"code" * 1000)
     with pytest.raises(RuntimeError) as whole:  # it has no model
-        kept.load_package(path)
+        load_package(path)
     assert "damaged" not in str(whole.value) and "cannot be read" not in str(whole.value)
     data = bytearray(path.read_bytes())
     if at == "code":
         data[2000] ^= 1
     path.write_bytes({"code": data, "end": data[:-30], "nothing is left": b""}[at])
     with pytest.raises(RuntimeError, match="is damaged: model.so" if at == "code" else "cannot be read"):
-        kept.load_package(path)
+        load_package(path)
 
 
 def test_what_servers_that_are_starting_use_is_left_alone() -> None:
     with compile_cache() as folder:
-        recent = {package(folder, "target", number, time.time() - 60) for number in range(3 * kept.MAX_OF_A_NAME)}
+        numbers = range(3 * cache_folder.MAX_OF_A_NAME)
+        recent = {package(folder, "target", number, time.time() - 60) for number in numbers}
         recent.add("work-of-another")
         (folder / "work-of-another").mkdir()
     assert names(folder) == recent

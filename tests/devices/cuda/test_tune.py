@@ -156,15 +156,6 @@ def test_a_folder_that_cannot_be_written_to_costs_no_start(
     assert "cannot be saved" in caplog.text
 
 
-def test_a_user_without_a_home_starts_too(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", no_home)
-    assert tune.tune([machine.question("a", (1,))], machine.measure, "a GPU") == {"a": "(1,)"}
-
-
 DECODER = Heads(num_heads=4, num_kv_heads=2, head_dim=16)
 
 

@@ -195,7 +195,6 @@ def test_kv_memory_that_does_not_fit_says_what_would(pair: Pair) -> None:
 def test_a_dtype_that_is_slow_on_a_cpu_is_warned_of_once(
     pair: Pair, dtype: str, warned: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cpu_backend._warn_of_float16.cache_clear()
     build_engine(EngineConfig(pair.target, pair.draft, device="cpu", dtype=dtype, verify="full", compile=False))
     assert [record.levelname for record in caplog.records if "float16 is slow" in record.message] == [
         "WARNING"
