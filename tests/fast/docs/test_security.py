@@ -24,7 +24,7 @@ SAYS_WHEN = {
     "api/tracing.py": 1,
     "api/answers.py": 1,  # `created` of an answer
     "api/responses_answers.py": 2,  # `created_at` and `completed_at` of a response
-    "engine/compile/cache.py": 1,  # the age of files
+    "engine/cache_folder.py": 1,  # the age of files
     "api/services.py": 1,  # `created` of the model
     "text/chat_template.py": 1,  # strftime_now, for templates that name the day
 }
