@@ -1,7 +1,38 @@
-"""The NumPy arrays that a step is made of on the host."""
+"""Records of arrays: NumPy's on the host, and tensors on the device under the same names. No torch."""
+
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+A = TypeVar("A")
+R = TypeVar("R")
 Ints = NDArray[np.int32]
-Floats = NDArray[np.float32]
+Array = NDArray[Any]
+
+
+def arrays(record: Any) -> dict[str, Array]:
+    """Return the arrays of a record, or of a list of records, by name. Those of records in it have dotted names."""
+    found: dict[str, Array] = {}
+    with_arrays(record, found.setdefault)
+    return found
+
+
+def with_arrays(record: R, other: Callable[[str, Any], Any], prefix: str = "") -> R:
+    """Return the record with `other(name, array)` in the place of its arrays, by the names that `arrays` returns.
+
+    Records are dataclasses with slots, and other fields stay as they are.
+    """
+    if isinstance(record, list):
+        return [with_arrays(item, other, f"{prefix}{number}.") for number, item in enumerate(record)]  # type: ignore
+    fields: dict[str, Any] = {}
+    for name in record.__slots__:  # type: ignore[attr-defined]
+        value = getattr(record, name)
+        if hasattr(value, "dtype"):
+            value = other(prefix + name, value)
+        elif is_dataclass(value[0] if isinstance(value, list) and value else value):
+            value = with_arrays(value, other, f"{prefix}{name}.")
+        fields[name] = value
+    return type(record)(**fields)

@@ -1,6 +1,7 @@
 """The other ranks, seen from rank 0: their processes, and the sockets that carry each step to them."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -20,11 +21,18 @@ STORE = "ranks"
 """File in the private folder through which ranks find each other."""
 
 
+def leave_with_parent() -> None:
+    """Wait for the end of stdin, which the process that started this one holds, and end this process."""
+    while sys.stdin.read(1):
+        pass
+    os._exit(1)
+
+
 class Followers:
     """Processes of the ranks 1 to `size` - 1, each with a socket in the private `folder`.
 
-    `settings` is the JSON line of the EngineConfig for their stdin, whose end tells them that rank 0 is gone. `on_end`
-    gets a sentence about the first that ends before `close`, in a thread. Rank 0 waits for others `timeout_seconds`.
+    `settings` is the JSON line of the EngineConfig for their stdin, which they end with. `on_end` gets a sentence about
+    the first that ends before `close`, in a thread. Rank 0 waits `timeout_seconds` for them.
     """
 
     def __init__(
@@ -49,10 +57,7 @@ class Followers:
         self._ending = threading.Lock()
 
     def join(self, backend: Backend) -> Rank:
-        """Start the processes, and return rank 0 on its device once all have come.
-
-        Raises UnsupportedError if there are fewer devices than ranks.
-        """
+        """Start the processes and return rank 0 once all have joined. Raises UnsupportedError with too few devices."""
         if self._size == 1:
             return Rank()
         backend.check_ranks(self._size)
@@ -61,7 +66,6 @@ class Followers:
         return Rank(comm, teller(self.send))
 
     def start(self) -> None:
-        """Start the processes."""
         for rank in range(1, self._size):
             address = f"ipc://{self._folder / f'rank-{rank}'}"
             socket = self._context.socket(zmq.PUSH)

@@ -16,8 +16,7 @@ from app.engine.step.runner import ModelRunner, PendingStep, Tell
 _ARRAY = 1
 """Code of an array among msgpack's extensions."""
 _QUIET_MS = 100
-"""Time without a message. Then rank 0 waits for a step or is idle, and a read does not hold up a step that is launched
-ahead."""
+"""Time without a message after which rank 0 waits or is idle, so a read holds up no step that is launched ahead."""
 
 
 class Message(NamedTuple):
@@ -28,16 +27,10 @@ class Message(NamedTuple):
 
 
 def encode(message: Message) -> bytes:
-    return msgspec.msgpack.encode(message, enc_hook=_extension)
+    def extension(array: Any) -> msgspec.msgpack.Ext:
+        return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode((array.dtype.str, array.shape, array.tobytes())))
 
-
-def decode(data: bytes) -> Message:
-    """Return a message. Its arrays cannot be written to."""
-    return _DECODER.decode(data)
-
-
-def _extension(array: Any) -> msgspec.msgpack.Ext:
-    return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode((array.dtype.str, array.shape, array.tobytes())))
+    return msgspec.msgpack.encode(message, enc_hook=extension)
 
 
 def _array(code: int, data: memoryview) -> Any:
@@ -45,7 +38,8 @@ def _array(code: int, data: memoryview) -> Any:
     return np.frombuffer(content, dtype=dtype).reshape(shape)
 
 
-_DECODER = msgspec.msgpack.Decoder(Message, ext_hook=_array)
+decode = msgspec.msgpack.Decoder(Message, ext_hook=_array).decode
+"""Return the message of some bytes. Its arrays cannot be written to."""
 
 
 def teller(send: Callable[[bytes], None]) -> Tell:
@@ -55,7 +49,7 @@ def teller(send: Callable[[bytes], None]) -> Tell:
     def tell(argument: StepInputs | list[int]) -> None:
         nonlocal num_sent
         if isinstance(argument, StepInputs) and argument.sampling:  # rank 0 draws, so only it counts tokens
-            argument = replace(argument, sampling=[replace(rows, counted=[]) for rows in argument.sampling])
+            argument = replace(argument, sampling=[replace(rows, penalties=None) for rows in argument.sampling])
         send(encode(Message(num_sent, argument)))
         num_sent += 1
 
@@ -65,8 +59,8 @@ def teller(send: Callable[[bytes], None]) -> Tell:
 def follow(runner: ModelRunner, receive: Callable[[int | None], bytes | None]) -> None:
     """Make the calls of rank 0, until `receive` or a step raises an error.
 
-    `receive` waits some milliseconds for a message, or for ever if that is None. It returns None if none has come. Then
-    the last step is read, because a device may report its error only there, while rank 0 waits for this rank.
+    `receive` waits some milliseconds for a message, or for ever if that is None, and returns None if none has come.
+    Then the last step is read, because a device may report its error only there, while rank 0 waits for this rank.
     """
     expected = 0
     unread: PendingStep | None = None

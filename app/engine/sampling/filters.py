@@ -10,23 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SHORTLIST = 128
+from app.engine.sampling.metadata import Filters
+
 _RANGE = 64.0
 """Tokens this far (in logits) below the best have no mass in fp32, so all of them stay or all go."""
 _HALVINGS = 26
 """Halvings of 64 logits that leave an edge known to 1e-6, the resolution of fp32."""
-
-
-class Filters(NamedTuple):
-    """Filters of N rows, fp32 `[N]`. `top_k` and `top_p` inf and `min_p` 0 keep all tokens.
-
-    `short` is true if every top-k is at most SHORTLIST, so the SHORTLIST best tokens hold all that any row keeps.
-    """
-
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    short: bool = False
 
 
 class Shortlist(NamedTuple):
@@ -41,7 +30,7 @@ class Shortlist(NamedTuple):
     complete: Tensor
 
 
-def shortlist(logits: Tensor, of: Filters, size: int) -> Shortlist:
+def shortlist(logits: Tensor, of: Filters[Tensor], size: int) -> Shortlist:
     """Return the `size` best of logits [N, V] fp32. The most likely token is always kept."""
     best, tokens = logits.topk(min(size, logits.shape[-1]), dim=-1)
     top_k = of.top_k[:, None]
@@ -59,7 +48,7 @@ def shortlist(logits: Tensor, of: Filters, size: int) -> Shortlist:
     return Shortlist(best, tokens, best >= edge, all_there[:, 0])
 
 
-def keep(logits: Tensor, of: Filters) -> Tensor:
+def keep(logits: Tensor, of: Filters[Tensor]) -> Tensor:
     """Return the mask [N, V] of tokens that may be drawn, for logits [N, V] fp32. The most likely always may."""
     best = logits.max(dim=-1, keepdim=True).values
     kept = logits >= best + of.min_p[:, None].log()

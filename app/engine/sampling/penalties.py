@@ -6,7 +6,6 @@ a block also counts the drafts before it. They are a small correction, and no co
 
 from collections.abc import Iterable
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,30 +14,14 @@ from torch import Tensor
 from app.engine.arrays import Ints
 from app.engine.device.base import Backend
 from app.engine.device.transfer import Packed
-from app.engine.sampling.columns import CountedTokens
+from app.engine.sampling.metadata import CountedTokens, Penalties
 
 _NONE = np.zeros(0, dtype=np.int32)
 
 
-class Penalties(NamedTuple):
-    """Penalties of N rows: `presence`, `frequency` and `repetition` fp32 `[N]`.
-
-    `batch_slot` `[N]` is the sequence's row in `counts`. These are `[batch slots, V]` int32, how often each token is in
-    its answer, and `[batch slots, V]` bool, true for tokens of its prompt. A row comes after the first `place` `[N]` of
-    the `drafts` `[N, columns]`, which are None without drafts.
-    """
-
-    presence: Tensor
-    frequency: Tensor
-    repetition: Tensor
-    batch_slot: Tensor
-    place: Tensor
-    drafts: Tensor | None
-    counts: tuple[Tensor, Tensor]
-
-
-def penalise(logits: Tensor, of: Penalties) -> Tensor:
+def penalise(logits: Tensor, of: Penalties[Tensor]) -> Tensor:
     """Return logits `[N, V]` fp32 with the penalties of their rows."""
+    assert of.counts
     counts, prompted = (counted[of.batch_slot] for counted in of.counts)
     penalised = _penalised(logits, counts, prompted, of)
     if of.drafts is None:
@@ -51,7 +34,7 @@ def penalise(logits: Tensor, of: Penalties) -> Tensor:
     return penalised.scatter(1, tokens, corrected)
 
 
-def _penalised(logits: Tensor, counts: Tensor, prompted: Tensor, of: Penalties) -> Tensor:
+def _penalised(logits: Tensor, counts: Tensor, prompted: Tensor, of: Penalties[Tensor]) -> Tensor:
     """Return penalised logits `[N, K]` of tokens that were emitted `counts` `[N, K]` times."""
     emitted = counts > 0
     scaled = torch.where(logits > 0, logits / of.repetition[:, None], logits * of.repetition[:, None])

@@ -9,16 +9,18 @@ top-p, noise, argmax.
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from app.engine.arrays import Array, arrays, with_arrays
 from app.engine.device.base import Backend
+from app.engine.device.transfer import Packed
 from app.engine.sampling import filters
-from app.engine.sampling.filters import Filters
-from app.engine.sampling.metadata import SamplingMetadata, part_of
+from app.engine.sampling.metadata import SHORTLIST, Filters, SamplingMetadata, part_of
 from app.engine.sampling.noise import FACTORS, NOISE_BITS, signed
-from app.engine.sampling.penalties import penalise
+from app.engine.sampling.penalties import TokenCounts, penalise
 from app.engine.sequence import NOT_FINITE
 
 LOGITS_CHUNK_BYTES = 256 << 20
@@ -28,11 +30,26 @@ GREEDY_CHUNK_BYTES = 1 << 30
 
 _TOKEN_SALT = 0x85EBCA6B
 
+Draws = Sequence[SamplingMetadata[Tensor]]
+
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return (the argmax [R] int64 of logits [R, V], a mask [R] bool of rows whose best logit is NaN or infinite)."""
     best, choice = logits.max(dim=-1)  # NaN is larger than every number
     return choice, (best - best).ne(0)
+
+
+def on_device(
+    kinds: list[SamplingMetadata[Array]], drafts: Tensor | None, counts: TokenCounts, backend: Backend
+) -> Draws:
+    """Return sampled rows as tensors, after one copy. `drafts` [D, columns] are those that the rows verify."""
+    tensors = Packed(arrays(kinds), backend).tensors
+    draws: list[Any] = with_arrays(kinds, lambda name, _: tensors[name])
+    for draw in draws:
+        if of := draw.penalties:
+            of.counts = counts.of(of.counted)
+            of.drafts = None if drafts is None else drafts[of.draft_index]
+    return draws
 
 
 class Sampler:
@@ -47,7 +64,7 @@ class Sampler:
         tokens = torch.arange(vocab_size, dtype=torch.int32, device=backend.device)
         self._token_hash = self._mix(tokens + signed(_TOKEN_SALT))
 
-    def choose(self, hidden: Tensor, lm_head: Tensor, draws: Sequence[SamplingMetadata] = ()) -> Tensor:
+    def choose(self, hidden: Tensor, lm_head: Tensor, draws: Draws = ()) -> Tensor:
         """Return token ids [R] int64 for hidden states [R, H]; ties go to the lowest id.
 
         A row whose best logit is NaN or infinite gets NOT_FINITE.
@@ -87,20 +104,20 @@ class Sampler:
     def _best(self, logits: Tensor) -> Tensor:
         return logits.max(dim=-1)[1]
 
-    def _draw(self, logits: Tensor, draws: SamplingMetadata) -> Tensor:
+    def _draw(self, logits: Tensor, draws: SamplingMetadata[Tensor]) -> Tensor:
         """Return tokens [N] for logits [N, V] fp32 of the rows of `draws`."""
         if added := draws.additions:
-            logits.index_put_((added.rows, added.tokens), added.values, accumulate=True)
+            logits.index_put_((added.rows.long(), added.tokens.long()), added.values, accumulate=True)
         if draws.penalties:
             logits = penalise(logits, draws.penalties)
         logits = logits / draws.temperature[:, None]
         drawn = self._filtered(logits, draws.state, draws.filters) if draws.filters else self._pick(logits, draws.state)
-        return drawn if draws.drawn is None else torch.where(draws.drawn, drawn, logits.argmax(dim=-1))
+        return drawn if draws.drawn is None else torch.where(draws.drawn.bool(), drawn, logits.argmax(dim=-1))
 
     def _pick(self, logits: Tensor, state: Tensor) -> Tensor:
         return (logits + self.gumbel(state)).argmax(dim=-1)
 
-    def _filtered(self, logits: Tensor, state: Tensor, of: Filters) -> Tensor:
+    def _filtered(self, logits: Tensor, state: Tensor, of: Filters[Tensor]) -> Tensor:
         """Return tokens drawn from a short list, if it has all tokens that the filters keep.
 
         If that is not certain, the host reads `complete`, but only on a device where this read is cheap.
@@ -108,7 +125,7 @@ class Sampler:
         is_short = of.short and not self._backend.batch_invariant  # `short` is of all rows that are drawn together
         if not (is_short or self._backend.memory_is_host):
             return self._pick(logits.masked_fill(~filters.keep(logits, of), -torch.inf), state)
-        short = filters.shortlist(logits, of, filters.SHORTLIST)
+        short = filters.shortlist(logits, of, SHORTLIST)
         noise = self.gumbel(state, short.tokens)
         best = (short.logits.masked_fill(~short.kept, -torch.inf) + noise).argmax(dim=-1, keepdim=True)
         drawn = short.tokens.gather(1, best)[:, 0]

@@ -31,7 +31,7 @@ class ShardedSampler(Sampler):
     def _best(self, logits: Tensor) -> Tensor:
         return self._greedy(logits)[0]
 
-    def _draw(self, logits: Tensor, draws: SamplingMetadata) -> Tensor:
+    def _draw(self, logits: Tensor, draws: SamplingMetadata[Tensor]) -> Tensor:
         """Return the tokens [N] that rank 0 draws from all ranks' logits. The rank's own are [N, V / size] fp32."""
         whole = self._comm.all_gather(logits).transpose(0, 1).flatten(1)
         if self._comm.rank == 0:

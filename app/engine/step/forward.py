@@ -1,13 +1,13 @@
 """The two forwards of a step, on tensors of one packed copy. The same code runs eagerly and is captured in graphs."""
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from app.engine.arrays import arrays, with_arrays
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.device.base import AttentionMetadata, Backend, Rotation
 from app.engine.device.transfer import Packed
@@ -18,9 +18,8 @@ from app.engine.models.layers import StepRows
 from app.engine.models.rope import RotaryTable
 from app.engine.models.state_pool import RecurrentRows, SequenceRows
 from app.engine.models.target import Target
-from app.engine.sampling.metadata import SamplingMetadata
-from app.engine.sampling.sampler import Sampler
-from app.engine.step.inputs import DraftInputs, RecurrentInputs, RowGroup, TargetInputs, arrays, with_arrays
+from app.engine.sampling.sampler import Draws, Sampler
+from app.engine.step.inputs import DraftInputs, RecurrentInputs, RowGroup, TargetInputs
 
 Inputs = TypeVar("Inputs", DraftInputs[Any], TargetInputs[Any])
 
@@ -133,9 +132,7 @@ class Forward:
         positions, slot_mapping = self._positions_and_slots(group, meta)
         return self._drafter.propose(inputs.request_ids, inputs.anchors, positions, slot_mapping, meta)
 
-    def choose(
-        self, tensors: TargetTensors, drafts: Tensor | None, draws: Sequence[SamplingMetadata]
-    ) -> tuple[Tensor, Tensor]:
+    def choose(self, tensors: TargetTensors, drafts: Tensor | None, draws: Draws) -> tuple[Tensor, Tensor]:
         """Run the target's rows through its layers and into its KV pool, and add their context rows to
         `pending_context`.
 

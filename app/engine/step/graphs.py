@@ -1,22 +1,22 @@
 """A decode step from graphs: its draft and its target, each captured in a few sizes and padded to the nearest."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from app.engine.arrays import Ints
+from app.engine.arrays import Ints, arrays
 from app.engine.comm.comm import ALONE, Comm
 from app.engine.device.graph import Graph
 from app.engine.errors import UnsupportedError, last_words
-from app.engine.sampling.metadata import SamplingMetadata
+from app.engine.sampling.sampler import Draws
 from app.engine.schedule.batch import Batch
 from app.engine.step.forward import DraftTensors, Forward, OnDevice, TargetTensors
 from app.engine.step.graph_sizes import GraphSizes, Size
-from app.engine.step.inputs import DraftInputs, Layout, TargetInputs, arrays
+from app.engine.step.inputs import DraftInputs, Layout, TargetInputs
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class StepGraphs:
         assert self.drafts is not None
         return self.drafts[:blocks]
 
-    def target(self, inputs: TargetInputs[Ints], draws: Sequence[SamplingMetadata] = ()) -> Tensor:
+    def target(self, inputs: TargetInputs[Ints], draws: Draws = ()) -> Tensor:
         """Return `engine.verify` of the drafts that were made or kept last, with padding, until the next replay.
 
         The graph chooses greedily. Rows of `draws` are chosen again from the hidden states, which all graphs write to
@@ -97,7 +97,7 @@ class StepGraphs:
         forward = self._forward
         for kind in draws:
             rows = forward.row_numbers[: len(kind.host_rows)]
-            own = kind._replace(host_rows=list(range(len(rows))), rows=rows)
+            own = replace(kind, host_rows=list(range(len(rows))), rows=rows)
             choices[kind.rows] = forward.sampler.choose(self._hidden[kind.rows], forward.target.lm_head, [own])
         return forward.verify(tensors.inputs, choices, self.drafts)
 

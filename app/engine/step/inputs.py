@@ -5,20 +5,17 @@ The same records hold NumPy arrays on the host and tensors on the device, by the
 Positions and slots are computed on the device, after one packed copy, unless the device takes them from the host.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Generic, TypeVar
+from typing import Generic
 
 import numpy as np
 
-from app.engine.arrays import Ints
+from app.engine.arrays import A, Array, Ints
+from app.engine.sampling.metadata import SamplingMetadata
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.step.graph_sizes import GraphSizes, Size
-from app.engine.step.sampling_rows import SamplingRows, sampling_rows
-
-A = TypeVar("A")
-R = TypeVar("R")
+from app.engine.step.sampling_rows import sampling_rows
 
 
 @dataclass(slots=True)
@@ -104,31 +101,9 @@ class StepInputs:
 
     target: TargetInputs[Ints]
     draft: DraftInputs[Ints] | None
-    sampling: list[SamplingRows]
+    sampling: list[SamplingMetadata[Array]]
     plain_sequences: list[tuple[str, int]] | None
     has_prefill: bool
-
-
-def arrays(record: Any) -> dict[str, Ints]:
-    """Return the arrays of DraftInputs or TargetInputs by name, those of their groups and states too."""
-    found: dict[str, Ints] = {}
-    with_arrays(record, found.setdefault)
-    return found
-
-
-def with_arrays(record: R, other: Callable[[str, Any], Any], prefix: str = "") -> R:
-    """Return the record with `other(name, array)` in the place of its arrays, by the names that `arrays` returns."""
-    fields: dict[str, Any] = {}
-    for name in record.__slots__:  # type: ignore[attr-defined]
-        value = getattr(record, name)
-        if isinstance(value, np.ndarray):
-            value = other(prefix + name, value)
-        elif name == "recurrent" and value is not None:
-            value = with_arrays(value, other, "recurrent.")
-        elif name == "groups":
-            value = [with_arrays(group, other, f"groups.{number}.") for number, group in enumerate(value)]
-        fields[name] = value
-    return type(record)(**fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +132,7 @@ class Layout:
             size = graphs.target(len(batch.decodes), len(batch.decodes) + batch.num_drafts)
         target = self.target(batch, size, graphs.block_size - 1 if graphs else width - 1)
         draft = self.draft(batch, blocks, width) if blocks else None
-        sampling = sampling_rows(batch.sampling, target.logits_start, target.draft_index)
+        sampling = _sampling(batch.sampling, target)
         plain = None if batch.prefills or draft else [share.seq.key for share in batch.decodes]
         return StepInputs(target, draft, sampling, plain, bool(batch.prefills))
 
@@ -273,6 +248,19 @@ class Layout:
         slots, next_slots = _columns(moves)
         starts, lens = _columns(chunks)
         return RecurrentInputs(slots, next_slots, starts, lens, lens.tolist(), width, static=size is not None)
+
+
+def _sampling(shares: list[ScheduledSequence], target: TargetInputs[Ints]) -> list[SamplingMetadata[Array]]:
+    """Return the rows that need more than argmax. Those with filters or penalties are kept apart: they cost more."""
+    kinds: dict[tuple[bool, bool], list[int]] = {}
+    for i, share in enumerate(shares):
+        params = share.seq.request.sampling
+        if not params.is_argmax:
+            kinds.setdefault((params.is_filtered, params.is_penalised), []).append(i)
+    return [
+        sampling_rows([shares[i] for i in kind], target.logits_start[kind], target.draft_index[kind])
+        for kind in kinds.values()
+    ]
 
 
 def _columns(pairs: list[tuple[int, int]]) -> Ints:

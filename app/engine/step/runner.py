@@ -10,8 +10,8 @@ from app.engine.arrays import Ints
 from app.engine.device.base import Backend
 from app.engine.device.transfer import Packed
 from app.engine.models.kv_pool import KvPool
-from app.engine.sampling.metadata import SamplingMetadata, sampling_metadata
 from app.engine.sampling.penalties import TokenCounts
+from app.engine.sampling.sampler import Draws, on_device
 from app.engine.schedule.batch import StepResult
 from app.engine.step.forward import Forward
 from app.engine.step.graph_sizes import GraphSizes
@@ -76,9 +76,7 @@ class ModelRunner:
             if not self.graphs:  # a graph writes its step's context KV
                 self.forward.pending_context.begin_step(inputs.plain_sequences)
             drafts = self._draft(inputs.draft) if inputs.draft else None
-            draws: list[SamplingMetadata] = []
-            if inputs.sampling:
-                draws = sampling_metadata(inputs.sampling, drafts, self._counts, self.backend)
+            draws = on_device(inputs.sampling, drafts, self._counts, self.backend) if inputs.sampling else []
             if self.graphs and not inputs.has_prefill:
                 verified = self.graphs.target(inputs.target, draws)
             else:
@@ -118,7 +116,7 @@ class ModelRunner:
         drafts = self.forward.draft(tensors)
         return self.graphs.keep(drafts) if self.graphs else drafts
 
-    def _target(self, inputs: TargetInputs[Ints], drafts: Tensor | None, draws: Sequence[SamplingMetadata]) -> Tensor:
+    def _target(self, inputs: TargetInputs[Ints], drafts: Tensor | None, draws: Draws) -> Tensor:
         """Return the result of `engine.verify` [S, w + 1]."""
         tensors = self.forward.on_device(inputs)
         self.forward.plan(tensors, inputs)

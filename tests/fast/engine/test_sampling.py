@@ -18,12 +18,10 @@ from torch import Tensor
 from app.engine.device.torch import TorchBackend
 from app.engine.load.engine import Engine
 from app.engine.sampling import filters
-from app.engine.sampling.columns import CountedTokens
-from app.engine.sampling.filters import SHORTLIST, Filters
-from app.engine.sampling.metadata import SamplingMetadata, sampling_metadata
+from app.engine.sampling.metadata import SHORTLIST, CountedTokens, Filters, Penalties, SamplingMetadata
 from app.engine.sampling.noise import noise_states
-from app.engine.sampling.penalties import Penalties, TokenCounts, penalise
-from app.engine.sampling.sampler import Sampler
+from app.engine.sampling.penalties import TokenCounts, penalise
+from app.engine.sampling.sampler import Sampler, on_device
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.sequence import Sequence as EngineSequence
 from app.engine.step.inputs import Layout
@@ -349,7 +347,7 @@ class Step:
         counts = counts or TokenCounts(64, self.vocab, backend)
         self.batch.block_rows = self.block
         inputs = Layout(page_size=4).build(self.batch)
-        draws = sampling_metadata(inputs.sampling, self.drafts, counts, backend)
+        draws = on_device(inputs.sampling, self.drafts, counts, backend)
         return Sampler(self.vocab, backend).choose(self.logits, torch.eye(self.vocab), draws).tolist()
 
     def decisions(self) -> list[tuple[Request, Decision]]:
@@ -450,7 +448,7 @@ def test_a_row_with_few_candidates_is_the_same_whether_that_is_known_or_not(back
     for logits in (normal(count, vocab), normal(count, vocab).round(), normal(count, vocab, scale=0.01)):
         found = []
         for short in (True, False):
-            of = filters_of([Sampling(top_k=top_k, top_p=0.9)] * count)._replace(short=short)
+            of = replace(filters_of([Sampling(top_k=top_k, top_p=0.9)] * count), short=short)
             draws = SamplingMetadata(rows.tolist(), rows, torch.ones(count), states, filters=of)
             found.append(sampler.choose(logits, torch.eye(vocab), [draws]).tolist())
         assert found[0] == found[1]
@@ -483,6 +481,8 @@ def test_the_rows_of_a_block_worked_out_by_hand():
         repetition=torch.full((rows,), 2.0),
         batch_slot=torch.ones(rows, dtype=torch.int32),
         place=torch.arange(rows, dtype=torch.int32),
+        draft_index=torch.zeros(rows, dtype=torch.int32),
+        counted=[],
         drafts=torch.tensor([[2, 1, 2]] * rows, dtype=torch.int32),
         counts=(
             torch.tensor([[9, 9, 9, 9], [0, 1, 0, 0]], dtype=torch.int32),

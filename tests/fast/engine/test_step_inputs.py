@@ -14,13 +14,14 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from app.engine.arrays import arrays
 from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine.sequence import Sequence
 from app.engine.step.graph_sizes import settle_graph_sizes
-from app.engine.step.inputs import Layout, RowGroup, StepInputs, arrays
+from app.engine.step.inputs import Layout, RowGroup, StepInputs
 from app.messages import Request, SamplingParams
 from tests.fast.engine.lossless import LUCKY, make_engine
 from tests.fast.engine.pairs import make_pair
@@ -156,9 +157,9 @@ def check(inputs: StepInputs, batch: Batch, page_size: int, block_size: int) -> 
     assert inputs.target.draft_index.tolist() == draft_index
     assert len(inputs.sampling) == bool(drawn)
     for draws in inputs.sampling:
-        assert draws.columns["rows"].tolist() == [row for row, _, _ in drawn]
-        assert draws.columns["temperature"].tolist() == np.array([t for _, t, _ in drawn], dtype=np.float32).tolist()
-        assert draws.columns["state"].tolist() == [state for _, _, state in drawn]
+        assert draws.rows.tolist() == [row for row, _, _ in drawn]
+        assert draws.temperature.tolist() == np.array([t for _, t, _ in drawn], dtype=np.float32).tolist()
+        assert draws.state.tolist() == [state for _, _, state in drawn]
     parts = [part for part in (batch.decodes, batch.prefills) if part]
     for group, part in zip(inputs.target.groups, parts, strict=True):
         check_group(group, [(rows.seq, rows.start, rows.count) for rows in part], page_size)
@@ -179,7 +180,7 @@ def test_every_array_equals_the_loop_over_rows(drawn: tuple[Batch, int, int]) ->
     inputs = build(batch, page_size, block_size)
     check(inputs, batch, page_size, block_size)
     found = [array for part in (inputs.target, inputs.draft) if part for array in arrays(part).values()]
-    found += [column.view(np.int32) for rows in inputs.sampling for column in rows.columns.values()]
+    found += [column.view(np.int32) for column in arrays(inputs.sampling).values()]
     assert {array.dtype for array in found} == {np.dtype(np.int32)}, "they go to the device packed, as int32"
 
 
@@ -217,10 +218,9 @@ def test_a_mixed_step_worked_out_by_hand():
     assert target.num_drafts.tolist() == [2, 0, 0]
     assert target.draft_index.tolist() == [0, 0, 0]
     (draws,) = inputs.sampling
-    assert draws.columns["rows"].tolist() == [0, 1, 2, 4]
-    assert draws.columns["temperature"].tolist() == [0.5, 0.5, 0.5, 2.0]
-    assert draws.columns["state"].tolist() == [state_of(7, 6), state_of(7, 7), state_of(7, 8), state_of(1, 3)]
-    assert (draws.columns["place"].tolist(), draws.columns["draft_index"].tolist()) == ([0, 1, 2, 0], [0, 0, 0, 0])
+    assert draws.rows.tolist() == [0, 1, 2, 4]
+    assert draws.temperature.tolist() == [0.5, 0.5, 0.5, 2.0]
+    assert draws.state.tolist() == [state_of(7, 6), state_of(7, 7), state_of(7, 8), state_of(1, 3)]
     draft = inputs.draft
     assert draft is not None
     assert (draft.request_ids, draft.anchors.tolist()) == (["a"], [15])

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from app.config.engine import EngineConfig
+from app.engine.arrays import arrays
 from app.engine.checkpoint.draft import draft_config
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import read_config
@@ -60,7 +61,7 @@ from app.engine.sampling.sharded import ShardedSampler
 from app.engine.schedule.batch import Batch
 from app.engine.sequence import NOT_FINITE
 from app.engine.step.graphs import StepGraphs
-from app.engine.step.inputs import Layout, StepInputs, arrays
+from app.engine.step.inputs import Layout, StepInputs
 from app.engine.step.runner import ModelRunner, PendingStep
 from app.messages import Request, SamplingParams
 from tests import UNTIMED
@@ -407,7 +408,7 @@ def test_a_follower_gets_no_texts_and_each_message_once(lucky: Pair):
     assert [message.number for message in messages] == list(range(len(messages)))
     steps = [message.argument for message in messages if isinstance(message.argument, StepInputs)]
     rows = [rows for step in steps for rows in step.sampling]
-    assert rows and not any(each.counted for each in rows)
+    assert rows and not any(each.penalties for each in rows)
 
 
 def test_a_message_that_is_lost_ends_a_follower_by_name():
