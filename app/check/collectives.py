@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.engine.comm.comm import Comm
-from app.engine.comm.process_group import Meeting
+from app.engine.comm.comm import Comm, Meeting
 from app.engine.device.base import Backend
 from app.engine.device.factory import make_backend
 

@@ -19,9 +19,9 @@ import zmq
 
 from app import log
 from app.config.engine import EngineConfig
+from app.engine.compile.later import Compiling
 from app.engine.errors import UnsupportedError, last_words
 from app.engine.host_cores import use_own_cores
-from app.engine.load.compile_later import Compiling
 from app.engine.load.engine import Engine, Progress, build_engine
 from app.engine.ranks.leader import Followers, leave_with_parent
 from app.messages import BEING_COMPILED, EngineInfo, Request, StepOutput, TokenDelta
@@ -113,7 +113,7 @@ def main() -> int:
         info = _info(engine, config)
         if engine.can_be_compiled:
             on_change = partial(_send_forwards, link, engine, info)
-            compiling = Compiling(engine, encode_config(config), on_change)
+            compiling = Compiling(engine.core.runner, encode_config(config), on_change)
             info = replace(info, forwards=BEING_COMPILED)
         link.send(Ready(info))
         serve(link, engine, compiling)

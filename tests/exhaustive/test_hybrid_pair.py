@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.engine.device.gated_delta import GatedDeltaStep
+from app.engine.device.base import GatedDeltaStep
 from app.engine.load.engine import Engine
 from app.messages import Request
 from tests.exhaustive.live import load_transformers

@@ -13,7 +13,7 @@ from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import DEMO
 from app.engine.device.factory import make_backend
 from app.engine.dflash.model import DFlashModel
-from app.engine.models.target import target_class
+from app.engine.load.loader import target_class
 from app.engine.models.weights import Part
 from tools.lab.random_weights import RandomWeights, write_configs
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from app.engine.cuda.backend import CudaBackend
-from app.engine.device.base import Backend
+from app.engine.device.torch import TorchBackend
 from app.messages import SamplingParams
 from tools.lab import simulated
 from tools.lab.speeds import random_engine
@@ -122,7 +122,7 @@ def capturing(on: bool) -> Iterator[None]:
     """If not `on`, run again what would be captured, at the same sizes and in the same places."""
     own = CudaBackend.capture
     if not on:
-        CudaBackend.capture = Backend.capture  # type: ignore[method-assign]
+        CudaBackend.capture = TorchBackend.capture  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from app.engine.device.base import Backend
+from app.engine.device.base import Backend, Graph
 from app.engine.device.factory import make_backend
-from app.engine.device.graph import Graph
 from app.engine.load.engine import Engine
 from app.engine.load.time_steps import made_up
 from app.engine.schedule.costs import Shape

@@ -14,8 +14,7 @@ import torch
 
 from app.engine.checkpoint.families import target_config
 from app.engine.device.factory import make_backend
-from app.engine.load.loader import SafetensorsWeights
-from app.engine.models.target import target_class
+from app.engine.load.loader import SafetensorsWeights, target_class
 from tools.bench.command import out_folder
 from tools.bench.flags import add_out_flag
 from tools.bench.table import Table

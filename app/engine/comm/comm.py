@@ -2,9 +2,24 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Meeting(NamedTuple):
+    """Rank `rank` of `size` ranks, and the new file `store`, in a private folder.
+
+    A rank that waits for others longer than `timeout_seconds` gives up with an error. The steps of a loaded engine have
+    a shorter limit, `--step-timeout`.
+    """
+
+    rank: int
+    size: int
+    store: Path
+    timeout_seconds: int
 
 
 class Comm(ABC):

@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.engine.comm.comm import Comm
-from app.engine.comm.process_group import Meeting, start_process_group
+from app.engine.comm.comm import Comm, Meeting
+from app.engine.comm.process_group import start_process_group
 
 KEPT_NUMBERS = 1 << 20
 """Numbers of a result that all_gather keeps memory for. A pair for each of 65,536 rows of 8 ranks has as many."""

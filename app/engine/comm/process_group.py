@@ -3,27 +3,12 @@
 import os
 import sys
 from datetime import timedelta
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.engine.comm.comm import Comm
-
-
-class Meeting(NamedTuple):
-    """Rank `rank` of `size` ranks, and the new file `store`, in a private folder.
-
-    A rank that waits for others longer than `timeout_seconds` gives up with an error. The steps of a loaded engine have
-    a shorter limit, `--step-timeout`.
-    """
-
-    rank: int
-    size: int
-    store: Path
-    timeout_seconds: int
+from app.engine.comm.comm import Comm, Meeting
 
 
 def start_process_group(meeting: Meeting, libraries: str) -> None:

@@ -17,8 +17,7 @@ from app.engine.cuda.prefill import Packed
 from app.engine.cuda.products import Product
 from app.engine.cuda.torch_backend import TorchCudaBackend
 from app.engine.cuda.tune import Measure, Question
-from app.engine.device.base import AttentionMask, AttentionMetadata, Heads, LayerKv, ProjectedRows, Rotation
-from app.engine.device.graph import Graph
+from app.engine.device.base import AttentionMask, AttentionMetadata, Graph, Heads, LayerKv, ProjectedRows, Rotation
 from app.engine.device.moe import ExpertWeights, MoeConfig
 from app.engine.errors import UnsupportedError
 

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from app.engine.cuda.launch import INTERPRETED, items_per_program, operand
-from app.engine.device.moe import SWIGLU_ALPHA, ExpertWeights, MoeConfig, by_expert, router_logits
+from app.engine.device.base import ExpertWeights
+from app.engine.device.moe import SWIGLU_ALPHA, MoeConfig, by_expert, router_logits
 
 BLOCK_M = tl.constexpr(16)
 """Pairs of a tile: the least number of rows of Triton's matrix product."""

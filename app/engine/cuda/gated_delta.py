@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from app.engine.cuda.launch import INTERPRETED, items_per_program
-from app.engine.device.gated_delta import GatedDeltaStep
+from app.engine.device.base import GatedDeltaStep
 
 MAX_K_HEAD_DIM = 256
 """Greatest head size of keys whose part of a state stays in the registers of a program."""

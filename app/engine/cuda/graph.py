@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.engine.device.graph import Graph
+from app.engine.device.base import Graph
 
 
 class CudaGraph(Graph):

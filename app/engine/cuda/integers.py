@@ -115,15 +115,10 @@ def accept(
 
 
 def advance_by_accepted(
-    verified: Tensor,
-    prev_row: Tensor,
-    token_ids: Tensor,
-    anchor_rows: Tensor,
-    position_offsets: Tensor,
-    seq_lens: Tensor,
+    verified: Tensor, prev_row: Tensor, tokens: Tensor, anchor_rows: Tensor, offsets: Tensor, seq_lens: Tensor
 ) -> None:
     """Apply `Backend.advance_by_accepted`."""
-    num_seqs, operands = len(prev_row), (verified, prev_row, token_ids, anchor_rows, position_offsets, seq_lens)
+    num_seqs, operands = len(prev_row), (verified, prev_row, tokens, anchor_rows, offsets, seq_lens)
     advance[triton.cdiv(num_seqs, SEQS_BLOCK.value),](*operands, num_seqs, WIDTH=verified.shape[1] - 1, num_warps=1)
 
 

@@ -5,9 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from app.engine.comm.comm import Comm
+from app.engine.comm.comm import Comm, Meeting
 from app.engine.comm.device import DeviceComm
-from app.engine.comm.process_group import Meeting
 from app.engine.device import accelerator
 from app.engine.device.base import Defaults
 from app.engine.device.torch import TorchBackend

@@ -1,4 +1,4 @@
-"""The interface of a device, with its operators' maths in PyTorch. models/ and dflash/ name no device."""
+"""The interface of a device, with the maths of its simple operators. models/ and dflash/ name no device."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.checkpoint.shapes import AttentionMask, MoeConfig
-from app.engine.comm.comm import Comm
-from app.engine.comm.process_group import Meeting
-from app.engine.device import gated_delta
-from app.engine.device.gated_delta import GatedDeltaStep
-from app.engine.device.graph import Graph, RerunGraph
-from app.engine.device.host_memory import zeros_on_host
-from app.engine.device.moe import ExpertWeights, mixture
+from app.engine.comm.comm import Comm, Meeting
 from app.engine.verify import verify
 
 
@@ -96,12 +90,65 @@ class ContextRows(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """Experts of a layer: `router` [E, H] fp32, `gate_up` [E, 2I, H] with the gate first, `down` [E, H, I]; biases [E]
+    fp32, [E, 2I] and [E, H], the latter two by `Backend.pack_expert_bias`."""
+
+    router: Tensor
+    gate_up: Tensor
+    down: Tensor
+    router_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+class GatedDeltaStep(NamedTuple):
+    """R rows of S decoding sequences in one layer, with its weights and slots.
+
+    `inputs` [R, C + 2 Nv] enter it, `slots` to `places` are those of `SequenceRows`, all on the device; slot 0 is
+    padding. `matrix` to `num_tokens` are those of `LayerState`, and written in place. With `can_wait` the host may read
+    counts, because it computes them itself.
+    """
+
+    inputs: Tensor
+    conv_weight: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    slots: Tensor
+    next_slots: Tensor
+    starts: Tensor
+    counts: Tensor
+    rows: Tensor
+    places: Tensor
+    matrix: Tensor
+    conv: Tensor
+    pending: Tensor
+    num_tokens: Tensor
+    can_wait: bool = False
+
+    @property
+    def first_rows(self) -> Tensor:
+        """Return the first row [S] of each sequence, a strided view."""
+        return self.rows[:, 0]
+
+
+@dataclass(frozen=True, slots=True)
 class Defaults:
     """Sizes that work well on a device when the user gives none."""
 
     dtype: torch.dtype
     page_size: int
     max_num_seqs: int
+
+
+class Graph(ABC):
+    """Captured device work. `outputs` keep their memory, and hold the values of the last replay."""
+
+    outputs: tuple[Tensor, ...]
+
+    @abstractmethod
+    def replay(self) -> None:
+        """Launch the work with the current values of its input tensors and the current plans of its metas."""
 
 
 class Backend(ABC):
@@ -174,9 +221,7 @@ class Backend(ABC):
         return tuple(table[positions].unsqueeze(1) for table in tables)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return zeros on the device. The host's memory is taken as it is written."""
-        if self.memory_is_host:
-            return zeros_on_host(shape, dtype)
+        """Return zeros on the device."""
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def pack_weight(self, *parts: Tensor) -> Tensor:
@@ -244,20 +289,20 @@ class Backend(ABC):
         """Return biases [E, out] of the engine's dtype in the dtype that `moe` reads."""
         return bias
 
+    @abstractmethod
     def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
         """Return the mixture of experts [T, H] of rows [T, H], as `moe.mixture`."""
-        return mixture(x, weights, config)
 
     def check_gated_delta(self, num_v_heads: int, k_head_dim: int, v_head_dim: int) -> None:
         """Raise UnsupportedError, which names the size, if recurrent layers cannot have it."""
         return
 
+    @abstractmethod
     def commit_and_verify(self, step: GatedDeltaStep) -> Tensor:
         """Return outputs [R, Nv, Dv] fp32 of a step's rows, after the rows accepted before them are committed.
 
         Rows of padding have any finite outputs.
         """
-        return gated_delta.commit_and_verify(step)
 
     def qkv_into_kv(self, rows: ProjectedRows) -> Tensor:
         """Apply RMSNorm and RoPE to each head of q and k, write K and V, and return q [T, heads, D]."""
@@ -301,25 +346,25 @@ class Backend(ABC):
         self,
         verified: Tensor,
         prev_row: Tensor,
-        token_ids: Tensor,
+        tokens: Tensor,
         anchor_rows: Tensor,
-        position_offsets: Tensor,
+        offsets: Tensor,
         seq_lens: Tensor,
     ) -> None:
         """Advance S sequences, in place, by the result `verified` [L, w + 1] of the step in flight.
 
-        `prev_row` [S] is a sequence's row in it, or -1 to leave it. Its `position_offsets` and `seq_lens` [S] grow by
-        the accepted drafts, and its anchor, at `anchor_rows` [S] of `token_ids`, becomes the bonus token.
+        `prev_row` [S] is a sequence's row in it, or -1 to leave it. Its position `offsets` and `seq_lens` [S] grow by
+        the accepted drafts, and its anchor, at `anchor_rows` [S] of `tokens`, becomes the bonus token.
         """
         in_flight = prev_row >= 0
         results = verified[prev_row.clamp(min=0)]
         accepted = results[:, -1:]
         bonus = results.gather(1, accepted).flatten().clamp(min=0)  # NOT_FINITE is no token, and ends its request
         # A sequence without rows may have no anchor row. It writes past all tokens.
-        places = torch.where(in_flight, anchor_rows, len(token_ids)).long()
-        token_ids.copy_(torch.cat((token_ids, token_ids[:1])).scatter(0, places, bonus.to(torch.int32))[:-1])
+        places = torch.where(in_flight, anchor_rows, len(tokens)).long()
+        tokens.copy_(torch.cat((tokens, tokens[:1])).scatter(0, places, bonus.to(torch.int32))[:-1])
         num_accepted = torch.where(in_flight, accepted.flatten(), 0).to(torch.int32)
-        position_offsets += num_accepted
+        offsets += num_accepted
         seq_lens += num_accepted
 
     def high_half(self, x: Tensor) -> Tensor:
@@ -344,12 +389,12 @@ class Backend(ABC):
         """
         return {}
 
+    @abstractmethod
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
         """Return the recorded launches of `run`, whose attention reads the planned `metas`, before the first replay.
 
         `run` runs once before, so no lazy initialisation is left. The tensors that it reads must keep their memory.
         """
-        return RerunGraph(run)
 
     def explain(self, error: BaseException) -> str | None:
         """Return what an error code of this device in the message of `error` means, or None."""

@@ -12,11 +12,12 @@ products and elementwise operators of static shapes. Where the host may not wait
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from app.engine.device.base import GatedDeltaStep
 
 CHUNK = 64
 """Rows that are solved together, as in the method's code. The work within a chunk grows with its square."""
@@ -118,36 +119,6 @@ def _chunks(x: Tensor, size: int) -> Tensor:
     if missing := -x.shape[2] % size:
         x = F.pad(x, (0, 0, 0, missing))
     return x.unflatten(2, (-1, size))
-
-
-class GatedDeltaStep(NamedTuple):
-    """R rows of S decoding sequences in one layer, with its weights and slots. C, Nk, Nv, Dk, Dv and K are its sizes.
-
-    `inputs` [R, C + 2 Nv] enter it, `slots` to `places` are those of `SequenceRows`, all on the device. Slot
-    0 is padding. `matrix` to `num_tokens` are those of `LayerState`, and written in place. With `can_wait` the host may
-    read counts, because it computes them itself.
-    """
-
-    inputs: Tensor
-    conv_weight: Tensor
-    a_log: Tensor
-    dt_bias: Tensor
-    slots: Tensor
-    next_slots: Tensor
-    starts: Tensor
-    counts: Tensor
-    rows: Tensor
-    places: Tensor
-    matrix: Tensor
-    conv: Tensor
-    pending: Tensor
-    num_tokens: Tensor
-    can_wait: bool = False
-
-    @property
-    def first_rows(self) -> Tensor:
-        """Return the first row [S] of each sequence, a strided view."""
-        return self.rows[:, 0]
 
 
 def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] = l2norm) -> Tensor:

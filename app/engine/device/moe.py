@@ -1,27 +1,11 @@
 """Mixture of experts in plain PyTorch, without a value read by the host."""
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.checkpoint.shapes import SWIGLU_ALPHA, MoeConfig
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertWeights:
-    """Weights of one layer's experts: `router` [E, H] fp32, `gate_up` [E, 2I, H] with the gate first, `down` [E, H, I].
-
-    Biases are [E] fp32, [E, 2I] and [E, H], the latter two by `Backend.pack_expert_bias`, or None.
-    """
-
-    router: Tensor
-    gate_up: Tensor
-    down: Tensor
-    router_bias: Tensor | None = None
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
+from app.engine.device.base import ExpertWeights
 
 
 def router_logits(x: Tensor, weights: ExpertWeights) -> Tensor:

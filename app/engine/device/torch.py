@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.comm.comm import Comm
-from app.engine.comm.process_group import GlooComm, Meeting
-from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, Defaults, LayerKv
-from app.engine.device.host_memory import host_memory
+from app.engine.comm.comm import Comm, Meeting
+from app.engine.comm.process_group import GlooComm
+from app.engine.device import gated_delta
+from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, Defaults, Graph, LayerKv
+from app.engine.device.host_memory import host_memory, zeros_on_host
+from app.engine.device.moe import ExpertWeights, MoeConfig, mixture
 
 MAX_SCORES = 1 << 24
 """Scores of one padded attention call per KV head (its query heads x rows x tokens): 16 MiB of mask."""
@@ -59,6 +61,22 @@ class Call:
     mask: Tensor | None
 
 
+class RerunGraph(Graph):
+    """Graph on a device without captures. It runs the code again and copies the results to the first outputs.
+
+    The code reads the tensors and metas of the capture, and only their values and plans are new. So a test on a CPU
+    finds a length that a graph would bake in.
+    """
+
+    def __init__(self, run: Callable[[], tuple[Tensor, ...]]) -> None:
+        self._run = run
+        self.outputs = run()
+
+    def replay(self) -> None:
+        for place, result in zip(self.outputs, self._run(), strict=True):
+            place.copy_(result)
+
+
 class TorchBackend(Backend):
     """Backend with PyTorch's operators. Attention gathers K and V out of the pages, for a few padded calls a step."""
 
@@ -93,6 +111,19 @@ class TorchBackend(Backend):
             padded[call.places] = q_thd[call.rows]
             o[call.rows] = self._attend(padded, kv, call, sinks)[call.places]
         return o
+
+    def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
+        return mixture(x, weights, config)
+
+    def commit_and_verify(self, step: gated_delta.GatedDeltaStep) -> Tensor:
+        return gated_delta.commit_and_verify(step)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return `Backend.zeros`. The host's memory is taken as it is written."""
+        return zeros_on_host(shape, dtype) if self.memory_is_host else super().zeros(shape, dtype)
+
+    def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
+        return RerunGraph(run)
 
     def upload(self, host: Tensor, to: Tensor) -> None:
         to.copy_(host)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,21 +17,14 @@ from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.comm.comm import ALONE, Comm
 from app.engine.compile.backend import TracedBackend
 from app.engine.compile.cache import compile_cache
+from app.engine.compile.packages import Shapes, compile_missing, load_kept, load_or_compile, take_up, traced_config
 from app.engine.core import EngineCore
 from app.engine.device.base import Backend, Heads
 from app.engine.device.factory import make_backend
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.dflash.model import DFlashModel
 from app.engine.errors import UnsupportedError
-from app.engine.load.compile import (
-    compile_missing,
-    load_kept,
-    load_or_compile,
-    shapes_of,
-    take_up,
-    traced_config,
-)
-from app.engine.load.loader import OpenWeights, SafetensorsWeights
+from app.engine.load.loader import OpenWeights, SafetensorsWeights, target_class
 from app.engine.load.plan import kind_of, make_plan, name_of
 from app.engine.load.ranks import Join, alone
 from app.engine.load.refusals import Facts, check
@@ -42,7 +36,7 @@ from app.engine.load.time_steps import measure_costs
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.rope import RotaryTable
 from app.engine.models.state_pool import StatePool
-from app.engine.models.target import Target, target_class
+from app.engine.models.target import Target
 from app.engine.models.weights import Weights
 from app.engine.sampling.penalties import TokenCounts
 from app.engine.sampling.sampler import Sampler
@@ -236,7 +230,11 @@ def compile_packages(config: EngineConfig) -> None:
 def _traced(config: EngineConfig, open_weights: OpenWeights) -> Forward:
     """Return a forward over shapes of weights, which torch.export can trace."""
     backend = TracedBackend(torch.device("cpu"))
-    return _load_runner(traced_config(config), backend, lambda *_: None, shapes_of(open_weights), alone).runner.forward
+
+    def shapes(*arguments: Any) -> Weights:
+        return Shapes(open_weights(*arguments))
+
+    return _load_runner(traced_config(config), backend, lambda *_: None, shapes, alone).runner.forward
 
 
 def _warm(config: EngineConfig, loaded: Loaded, on_progress: Progress) -> Engine:

@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from app.engine.checkpoint.families import FAMILIES
 from app.engine.checkpoint.files import read_tensors
 from app.engine.errors import UnsupportedError
+from app.engine.models.target import Target
 from app.engine.models.weights import Part, Weights
 
 Progress = Callable[[int, int], None]
@@ -25,6 +28,13 @@ _KINDS = {
 
 OpenWeights = Callable[[Path, torch.device, torch.dtype, Progress], Weights]
 """Opens the weights of a checkpoint's folder, for a device and a dtype."""
+
+
+def target_class(model_type: str) -> type[Target]:
+    """Return the class of a supported family."""
+    module, name = FAMILIES[model_type].location.rsplit(".", 1)
+    target: type[Target] = getattr(import_module(f"app.engine.models.{module}"), name)
+    return target
 
 
 class SafetensorsWeights:

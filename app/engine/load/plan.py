@@ -8,9 +8,9 @@ import torch
 from app.config.engine import EngineConfig
 from app.engine.checkpoint.read import read_checkpoints
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
+from app.engine.compile.packages import is_compiled
 from app.engine.device.base import Backend
 from app.engine.device.factory import found_device
-from app.engine.load.compile import is_compiled
 from app.engine.load.refusals import Facts, check
 from app.engine.load.sizes import Sizes, settle_sizes
 from app.engine.step.graph_sizes import GraphSizes, settle_graph_sizes

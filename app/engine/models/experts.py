@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from app.engine.checkpoint.shapes import MoeConfig
-from app.engine.device.moe import ExpertWeights
+from app.engine.device.base import ExpertWeights
 from app.engine.models.weights import LayerSource, Part, own_part
 
 MXFP4_BLOCK = 32

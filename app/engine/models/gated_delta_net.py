@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.engine.checkpoint.shapes import GatedDeltaConfig
-from app.engine.device.base import Backend
-from app.engine.device.gated_delta import GatedDeltaStep, delta_rule, last_rows, short_conv
+from app.engine.device.base import Backend, GatedDeltaStep
+from app.engine.device.gated_delta import delta_rule, last_rows, short_conv
 from app.engine.models.layers import StepRows, frozen
 from app.engine.models.state_pool import LayerState, SequenceRows, State
 from app.engine.models.weights import LayerSource

@@ -1,13 +1,11 @@
 """The base class of all targets: a causal decoder that hands out the residual stream after chosen layers."""
 
-from importlib import import_module
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from app.engine.checkpoint.families import FAMILIES
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.comm.comm import ALONE, Comm
 from app.engine.device.base import Backend
@@ -77,10 +75,3 @@ class Target(nn.Module):
         if len(self.layers) - 1 in self.target_layer_ids:
             features.append(residual)
         return hidden, torch.cat(features, dim=-1) if features else None
-
-
-def target_class(model_type: str) -> type[Target]:
-    """Return the class of a supported family."""
-    module, name = FAMILIES[model_type].location.rsplit(".", 1)
-    target: type[Target] = getattr(import_module(f"app.engine.models.{module}"), name)
-    return target

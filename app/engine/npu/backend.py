@@ -14,9 +14,8 @@ import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
-from app.engine.comm.comm import Comm
+from app.engine.comm.comm import Comm, Meeting
 from app.engine.comm.device import DeviceComm
-from app.engine.comm.process_group import Meeting
 from app.engine.device import accelerator
 from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, Defaults, LayerKv, ProjectedRows, Rotation
 from app.engine.device.gated_delta import GatedDeltaStep, commit_and_verify

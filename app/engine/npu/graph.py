@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch_npu
 from torch import Tensor
 
-from app.engine.device.base import AttentionMask, AttentionMetadata
-from app.engine.device.graph import Graph
+from app.engine.device.base import AttentionMask, AttentionMetadata, Graph
 from app.engine.npu.rules import EVERY_TOKEN
 
 

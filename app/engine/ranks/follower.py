@@ -13,7 +13,7 @@ from pathlib import Path
 import zmq
 
 from app import log
-from app.engine.comm.process_group import Meeting
+from app.engine.comm.comm import Meeting
 from app.engine.errors import UnsupportedError, last_words
 from app.engine.host_cores import use_own_cores
 from app.engine.load.engine import build_runner

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import zmq
 
-from app.engine.comm.process_group import Meeting
+from app.engine.comm.comm import Meeting
 from app.engine.device.base import Backend
 from app.engine.load.ranks import Rank
 from app.engine.ranks.runner import teller

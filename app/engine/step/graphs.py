@@ -10,7 +10,7 @@ from torch import Tensor
 
 from app.engine.arrays import Ints, arrays
 from app.engine.comm.comm import ALONE, Comm
-from app.engine.device.graph import Graph
+from app.engine.device.base import Graph
 from app.engine.errors import UnsupportedError, last_words
 from app.engine.sampling.sampler import Draws
 from app.engine.schedule.batch import Batch

@@ -22,11 +22,11 @@ import torch
 from app.config.engine import EngineConfig
 from app.engine.compile import aot as compiled
 from app.engine.compile.cache import load_package
+from app.engine.compile.later import COMMAND
+from app.engine.compile.packages import load_kept, take_up
 from app.engine.core import EngineCore
 from app.engine.cpu import linear
 from app.engine.errors import UnsupportedError
-from app.engine.load.compile import load_kept, take_up
-from app.engine.load.compile_later import COMMAND
 from app.engine.load.engine import Engine, build_engine
 from app.engine.sampling import sampler
 from app.messages import Request, SamplingParams, StepOutput

@@ -28,8 +28,8 @@ from app.engine.cuda import integers
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.launch import counters
 from app.engine.cuda.products import Product
-from app.engine.device.base import AttentionMetadata
-from app.engine.device.graph import Graph, RerunGraph
+from app.engine.device.base import AttentionMetadata, Graph
+from app.engine.device.torch import RerunGraph
 from app.messages import Request
 from tests import UNTIMED
 from tests.fast.engine.pairs import Pair, make_pair

@@ -13,7 +13,8 @@ import app.engine.load.engine as build
 from app.engine.cuda import experts
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.torch_backend import TorchCudaBackend
-from app.engine.device.moe import ExpertWeights, MoeConfig, mixture, route
+from app.engine.device.base import ExpertWeights
+from app.engine.device.moe import MoeConfig, mixture, route
 from app.engine.errors import UnsupportedError
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.lossless import make_engine, run_engine

@@ -16,8 +16,7 @@ from app.engine.cuda import gated_delta
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.torch_backend import TorchCudaBackend
 from app.engine.device import factory
-from app.engine.device.base import Backend
-from app.engine.device.gated_delta import GatedDeltaStep
+from app.engine.device.base import Backend, GatedDeltaStep
 from tools.lab import cuda_attention, turns
 from tools.report import command, roofline
 from tools.report import section as report_section

@@ -18,8 +18,9 @@ from torch import Tensor
 from app import demo
 from app.engine.cuda.backend import CudaBackend
 from app.engine.device import accelerator
-from app.engine.device.graph import Graph, RerunGraph
+from app.engine.device.base import Graph
 from app.engine.device.moe import MoeConfig
+from app.engine.device.torch import RerunGraph
 from app.engine.load import engine as build
 from app.engine.load import time_steps
 from tests.fast.engine.pairs import make_pair

@@ -15,7 +15,7 @@ from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.torch_backend import TorchCudaBackend
 from app.engine.device import factory
 from app.engine.device.factory import make_backend
-from app.engine.device.graph import RerunGraph
+from app.engine.device.torch import RerunGraph
 from tools.report.timing import CALLS, seconds_in_a_graph
 
 CPU = torch.device("cpu")

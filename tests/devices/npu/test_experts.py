@@ -14,7 +14,8 @@ import torch_npu
 
 import app.engine.load.engine as build
 from app.config.engine import EngineConfig
-from app.engine.device.moe import ExpertWeights, MoeConfig, mixture
+from app.engine.device.base import ExpertWeights
+from app.engine.device.moe import MoeConfig, mixture
 from app.engine.errors import UnsupportedError
 from app.engine.npu.backend import NpuBackend
 from app.messages import Request, SamplingParams

@@ -11,7 +11,8 @@ import torch_npu
 from torch import Tensor
 
 from app.engine.checkpoint.shapes import GatedDeltaConfig
-from app.engine.device.gated_delta import GatedDeltaStep, _fixed
+from app.engine.device.base import GatedDeltaStep
+from app.engine.device.gated_delta import _fixed
 from app.engine.device.gated_delta import commit_and_verify as commit_and_verify_with
 from app.engine.npu.gated_delta import l2norm
 from tests import ROOT

@@ -16,8 +16,7 @@ import torch
 from app.check import collectives
 from app.config.engine import EngineConfig
 from app.engine.checkpoint.files import DEMO
-from app.engine.comm.comm import ALONE
-from app.engine.comm.process_group import Meeting
+from app.engine.comm.comm import ALONE, Meeting
 from app.engine.errors import UnsupportedError
 from app.engine.npu import backend as npu
 from app.engine.npu.backend import NpuBackend

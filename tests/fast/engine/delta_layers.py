@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from app.engine.checkpoint.shapes import GatedDeltaConfig
-from app.engine.device.gated_delta import GatedDeltaStep
+from app.engine.device.base import GatedDeltaStep
 from app.engine.device.torch import TorchBackend
 from app.engine.models.gated_delta_net import Recurrence
 from app.engine.models.state_pool import LayerState, StatePool

@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
-from app.engine.device.graph import Graph, RerunGraph
-from app.engine.device.torch import TorchBackend
+from app.engine.device.base import AttentionMask, AttentionMetadata, Graph, LayerKv
+from app.engine.device.torch import RerunGraph, TorchBackend
 from app.engine.load import engine as build
 
 TILE_ROWS = 16

@@ -18,24 +18,23 @@ import torch
 
 from app.config.engine import EngineConfig
 from app.engine import cache_folder
+from app.engine.compile import later as compile_later
+from app.engine.compile import packages as building
+from app.engine.compile.later import COMMAND, Compiling
+from app.engine.compile.packages import compile_missing, is_compiled, load_kept
 from app.engine.device.base import LayerKv
-from app.engine.load import compile as building
-from app.engine.load import compile_later
-from app.engine.load.compile import compile_missing, is_compiled, load_kept
-from app.engine.load.compile_later import COMMAND, Compiling
 
 PATIENCE = 600.0
 
 
-def engine(free: int = 1 << 40) -> Any:
-    """An engine with a KV pool of 8 GiB, whose memory is not written."""
+def runner_of(free: int = 1 << 40) -> Any:
+    """A runner with a KV pool of 8 GiB, whose memory is not written."""
     part = torch.empty(1 << 30, device="meta")
-    runner = SimpleNamespace(
+    return SimpleNamespace(
         forward="forward",
         backend=SimpleNamespace(memory=lambda: (free, free)),
         pools=[SimpleNamespace(all_layers=LayerKv(part, part))],
     )
-    return SimpleNamespace(core=SimpleNamespace(runner=runner))
 
 
 def ended(compiling: Compiling) -> None:
@@ -48,7 +47,7 @@ def ended(compiling: Compiling) -> None:
 @contextmanager
 def compiling(command: str, *, told: list[str] | None = None) -> Iterator[Compiling]:
     found = Compiling(
-        engine(), "{}", lambda: None if told is None else told.append("end"), [sys.executable, "-c", command]
+        runner_of(), "{}", lambda: None if told is None else told.append("end"), [sys.executable, "-c", command]
     )
     try:
         yield found
@@ -113,7 +112,7 @@ def test_closing_ends_the_process_and_what_it_has_started(tmp_path: Path) -> Non
 def test_no_process_is_started_where_memory_would_run_out(beside_kv: int, caplog: pytest.LogCaptureFixture) -> None:
     """Linux may end the whole container then, whose next start would compile again."""
     with caplog.at_level(logging.INFO):
-        ended(Compiling(engine((8 << 30) + beside_kv), "{}", lambda: None, [sys.executable, "-c", "exit(3)"]))
+        ended(Compiling(runner_of((8 << 30) + beside_kv), "{}", lambda: None, [sys.executable, "-c", "exit(3)"]))
     *told, line = caplog.messages
     assert told == ["forwards run by operators, while a process of low priority compiles them"] * (beside_kv >> 31)
     assert ("exit code 3" if beside_kv >> 31 else "1024 MiB are free beside KV, and it takes 1536 MiB") in line

@@ -93,7 +93,7 @@ def test_every_row_drafts_if_the_anchors_row_does(tmp_path, graphs: bool):
 def test_the_python_that_is_compiled_drafts_the_same(tmp_path, monkeypatch, name: str):
     monkeypatch.setattr(Function, "compile", lambda self, folder: Uncompiled.traced.update({self.name: self}))
     monkeypatch.setattr(Function, "load", lambda self, folder: Uncompiled(self))
-    monkeypatch.setattr("app.engine.load.compile.why_not", lambda: "")
+    monkeypatch.setattr("app.engine.compile.packages.why_not", lambda: "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     pair = DIALECTS[name].make(tmp_path)
     engine = engine_of(pair, compile=True)

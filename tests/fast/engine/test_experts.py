@@ -16,7 +16,8 @@ from torch import Tensor
 
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import read_config
-from app.engine.device.moe import ExpertWeights, MoeConfig, mixture
+from app.engine.device.base import ExpertWeights
+from app.engine.device.moe import MoeConfig, mixture
 from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
 from app.engine.load.loader import SafetensorsWeights

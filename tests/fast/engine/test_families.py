@@ -10,7 +10,8 @@ from app.config.engine import EngineConfig
 from app.engine.checkpoint.families import FAMILIES as TABLE
 from app.engine.checkpoint.read import check_checkpoints
 from app.engine.errors import UnsupportedError
-from app.engine.models.target import Target, target_class
+from app.engine.load.loader import target_class
+from app.engine.models.target import Target
 from tests.fast.engine.feeder import Feeder, assert_logits_close, random_checkpoint
 from tests.fast.engine.lossless import LUCKY, Case, Subject, assert_lossless, random_prompts
 from tests.fast.engine.pairs import FAMILIES, make_pair

@@ -31,14 +31,13 @@ from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import read_config
 from app.engine.checkpoint.shapes import DecoderConfig, GatedDeltaConfig, RopeConfig
 from app.engine.comm import device as comm_device
-from app.engine.comm.comm import ALONE, Comm
-from app.engine.comm.process_group import Meeting, start_process_group
+from app.engine.comm.comm import ALONE, Comm, Meeting
+from app.engine.comm.process_group import start_process_group
 from app.engine.cpu.backend import CpuBackend
 from app.engine.device import factory
 from app.engine.device.accelerator import check_ranks
-from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
+from app.engine.device.base import AttentionMask, AttentionMetadata, Graph, LayerKv
 from app.engine.device.factory import make_backend
-from app.engine.device.graph import Graph
 from app.engine.device.moe import MoeConfig
 from app.engine.device.torch import TorchBackend
 from app.engine.dflash.model import DFlashModel
@@ -46,12 +45,11 @@ from app.engine.errors import UnsupportedError
 from app.engine.load import engine as build
 from app.engine.load import loader
 from app.engine.load.engine import Engine, build_engine
-from app.engine.load.loader import SafetensorsWeights
+from app.engine.load.loader import SafetensorsWeights, target_class
 from app.engine.models.layers import DecoderLayer, StepRows
 from app.engine.models.qwen3_5 import GroupedWeights, HybridLayer, TextWeights
 from app.engine.models.rope import RotaryTable
 from app.engine.models.state_pool import RecurrentRows, SequenceRows, StatePool
-from app.engine.models.target import target_class
 from app.engine.models.weights import ExpertLayout, LayerSource, Part
 from app.engine.npu.error_codes import explain
 from app.engine.ranks.leader import Followers

@@ -5,7 +5,7 @@ from itertools import groupby
 from pathlib import Path
 from types import FrameType
 
-from app.engine.device.graph import RerunGraph
+from app.engine.device.torch import RerunGraph
 from app.messages import Request
 from tests.fast.engine.device_lengths import device_lengths
 from tests.fast.engine.lossless import LUCKY, make_engine

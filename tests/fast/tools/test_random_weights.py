@@ -13,7 +13,7 @@ from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import DEMO
 from app.engine.device.torch import TorchBackend
 from app.engine.dflash.model import DFlashModel
-from app.engine.models.target import target_class
+from app.engine.load.loader import target_class
 from app.engine.models.weights import Part
 from app.messages import Request
 from tests.fast.tools.tiny import TINY, tiny_engine

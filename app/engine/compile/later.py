@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from app.engine.compile.aot import Compiled
-from app.engine.load.compile import load_kept, take_up
-from app.engine.load.engine import Engine
+from app.engine.compile.packages import load_kept, take_up
 from app.engine.step.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -30,16 +29,16 @@ _LOOK_SECONDS = 0.05
 
 
 class Compiling:
-    """The process that compiles the engine's forwards, and what comes of it.
+    """The process that compiles the forwards of an engine's runner, and what comes of it.
 
     `settings` is the JSON line of the EngineConfig for its stdin, whose end tells it that the engine is gone. It leads
     a process group, which it ends with g++ in it. `on_end` is called once it is known how the forwards run.
     """
 
     def __init__(
-        self, engine: Engine, settings: str, on_end: Callable[[], object], command: Sequence[str] = COMMAND
+        self, runner: ModelRunner, settings: str, on_end: Callable[[], object], command: Sequence[str] = COMMAND
     ) -> None:
-        self._engine = engine
+        self._runner = runner
         self._on_end = on_end
         self._command = [*command, str(_NICE)]
         self._started = time.monotonic()
@@ -56,7 +55,7 @@ class Compiling:
         if self._compiled is None:
             logger.warning("forwards run by operators, because they could not be compiled: %s", self._reason)
         else:
-            take_up(self._engine.core.runner, self._compiled)
+            take_up(self._runner, self._compiled)
             logger.info("forwards are compiled from here on, after %.0f s", time.monotonic() - self._started)
         self._on_end()
         return True
@@ -74,7 +73,7 @@ class Compiling:
         """Run the process to its end, and load what it has kept, or note why it has not."""
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         try:
-            if (free := _free_bytes(self._engine.core.runner)) < _NEEDED_BYTES:
+            if (free := _free_bytes(self._runner)) < _NEEDED_BYTES:
                 self._reason = f"{free >> 20} MiB are free beside KV, and it takes {_NEEDED_BYTES >> 20} MiB"
                 return
             logger.info("forwards run by operators, while a process of low priority compiles them")
@@ -89,7 +88,7 @@ class Compiling:
             if code:
                 self._reason = f"the process ended with exit code {code}: {_reason(said)}"
             else:
-                self._compiled = load_kept(self._engine.core.runner.forward)
+                self._compiled = load_kept(self._runner.forward)
                 self._reason = "it kept other code than is wanted"
         except Exception as error:
             self._reason = f"{type(error).__name__}: {error}"

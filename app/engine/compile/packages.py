@@ -1,4 +1,4 @@
-"""`--compile`: whether forwards can be compiled, the kept code of earlier starts, and what is missing of it."""
+"""`--compile`: whether forwards can be compiled, the kept packages of earlier starts, and the compilation of others."""
 
 import fcntl
 import logging
@@ -18,7 +18,6 @@ from app.engine.compile.cache import compile_cache
 from app.engine.compile.steps import CompiledForward, functions
 from app.engine.device.base import Backend
 from app.engine.errors import UnsupportedError
-from app.engine.load.loader import OpenWeights, Progress
 from app.engine.models.weights import Part, Weights
 from app.engine.step.forward import Forward
 from app.engine.step.runner import ModelRunner
@@ -132,13 +131,12 @@ def traced_config(config: EngineConfig) -> EngineConfig:
 
 
 class Shapes:
-    """Weights by their shapes. Their memory is not written, so they take none."""
+    """Weights of an engine in float32, by their shapes. Their memory is not written, so they take none."""
 
     num_bytes = 0
 
-    def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
+    def __init__(self, weights: Weights) -> None:
         self._weights = weights
-        self._dtype = dtype
 
     def __contains__(self, name: str) -> bool:
         return name in self._weights
@@ -150,19 +148,10 @@ class Shapes:
     def get(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
         if dtype == torch.int64:  # few, and they are checked
             return self._weights.get(name, *shape, dtype=dtype)
-        return torch.empty(shape, dtype=dtype or self._dtype)
+        return torch.empty(shape, dtype=dtype or torch.float32)
 
     def skip(self, name: str) -> None:
         return
 
     def close(self) -> None:
         return
-
-
-def shapes_of(open_weights: OpenWeights) -> OpenWeights:
-    """Return what opens the shapes of these weights."""
-
-    def opened(folder: Path, device: torch.device, dtype: torch.dtype, on_progress: Progress) -> Weights:
-        return Shapes(open_weights(folder, device, dtype, on_progress), dtype)
-
-    return opened
