@@ -53,32 +53,6 @@ def test_stream_equals_non_stream(server, words):
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_tokens_of_one_step_are_one_chunk(server, background):
-    steps = [server.ids("the quick"), server.ids(" brown fox jumps"), server.ids(" over")]
-
-    def first() -> str:
-        request_id = server.script.see("Submit")["request_id"]
-        server.script.emit(request_id, steps[0])
-        return request_id
-
-    started = background.submit(first)
-    with server.http.stream("POST", "/v1/chat/completions", json=ASK | {"stream": True}) as response:
-        request_id = started.result()
-        lines = response.iter_lines()
-        contents = []
-        for line in lines:
-            if not line.startswith("data: {"):
-                continue
-            content = json.loads(line[6:])["choices"][0]["delta"].get("content")
-            if content:
-                contents.append(content)
-                if len(contents) < len(steps):
-                    server.script.emit(request_id, steps[len(contents)])
-                else:
-                    server.script.emit(request_id, [2])
-    assert contents == ["the quick", " brown fox jumps", " over"]
-
-
 def test_stream_is_server_sent_events_ended_by_done(server):
     server.script.plan(server.ids("hi"), [2])
     response = server.http.post(
@@ -135,13 +109,6 @@ def test_absent_temperature_is_the_models_and_absent_seed_is_drawn(server):
         assert submit["sampling"]["temperature"] == 0.6
         seeds.add(submit["sampling"]["seed"])
     assert len(seeds) == 2
-
-
-def test_ignore_eos_leaves_stop_token_ids_in_force(server):
-    server.script.plan([2, *server.ids("on"), 9, 2])
-    answer = server.openai.chat.completions.create(**ASK, extra_body={"ignore_eos": True, "stop_token_ids": [9]})
-    assert server.script.see("Submit")["stop_token_ids"] == [9]
-    assert answer.choices[0].message.content == "on"
 
 
 def test_thirty_two_concurrent_async_streams_each_get_their_own_text(own_server):

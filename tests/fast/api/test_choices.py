@@ -1,13 +1,11 @@
 """`n` choices of a prompt: each is a request of the engine's, and together they are one answer."""
 
-import json
-
-import openai
 import pytest
 
 from app.api.generate import seed_of_choice
 from app.api.schemas import MAX_CHOICES
 from tests.fast.api.connections import connect
+from tests.fast.api.errors import error_of
 
 CHAT = ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]})
 TEXT = ("/v1/completions", {"model": "tiny", "prompt": "hi"})
@@ -42,32 +40,27 @@ def read_stream(chunks):
     return texts, reasons, everything
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("chat", [False, True])
-def test_choices_come_with_their_index_and_the_prompt_counts_once(server, background, chat):
+def test_choices_come_with_their_index_and_the_prompt_counts_once(server, background, chat, stream):
     played = background.submit(play, server, WORDS)
     create = server.openai.chat.completions.create if chat else server.openai.completions.create
-    answer = create(**(CHAT if chat else TEXT)[1], n=4)
-    asked = played.result()
-    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    assert [choice.message.content if chat else choice.text for choice in answer.choices] == WORDS
-    assert {choice.finish_reason for choice in answer.choices} == {"stop"}
-    assert answer.usage.prompt_tokens == len(asked[0]["token_ids"])
-    assert answer.usage.completion_tokens == sum(len(server.ids(word)) + 1 for word in WORDS)
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-
-
-@pytest.mark.parametrize("chat", [False, True])
-def test_streamed_choices_are_interleaved_and_counted_the_same(server, background, chat):
-    played = background.submit(play, server, WORDS)
-    create = server.openai.chat.completions.create if chat else server.openai.completions.create
-    with create(**(CHAT if chat else TEXT)[1], n=4, stream=True, stream_options={"include_usage": True}) as chunks:
-        texts, reasons, everything = read_stream(chunks)
+    ask = (CHAT if chat else TEXT)[1] | {"n": 4}
+    if stream:
+        with create(**ask, stream=True, stream_options={"include_usage": True}) as chunks:
+            texts, reasons, everything = read_stream(chunks)
+        assert len({chunk.id for chunk in everything}) == 1
+        usage = everything[-1].usage
+    else:
+        answer = create(**ask)
+        texts = {choice.index: choice.message.content if chat else choice.text for choice in answer.choices}
+        reasons = {choice.index: choice.finish_reason for choice in answer.choices}
+        usage = answer.usage
     asked = played.result()
     assert texts == dict(enumerate(WORDS)) and reasons == dict.fromkeys(range(4), "stop")
-    usage = everything[-1].usage
     assert usage.prompt_tokens == len(asked[0]["token_ids"])
     assert usage.completion_tokens == sum(len(server.ids(word)) + 1 for word in WORDS)
-    assert len({chunk.id for chunk in everything}) == 1
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
 
 
 def test_a_streamed_choice_is_told_as_it_comes_and_not_behind_the_others(server, background):
@@ -156,10 +149,9 @@ def test_without_a_seed_every_choice_and_every_request_has_its_own(server):
 @pytest.mark.parametrize(("path", "base"), [CHAT, TEXT])
 @pytest.mark.parametrize("n", [0, -1, MAX_CHOICES + 1, 1.0, "2", True, [2]])
 def test_a_wrong_count_is_refused_by_name(server, path, base, n):
-    response = server.http.post(path, json=base | {"n": n})
-    assert response.status_code == 400
-    error = response.json()["error"]
+    error = error_of(server.http.post(path, json=base | {"n": n}), 400)
     assert (error["param"], error["code"]) == ("n", "invalid_value")
+    assert n != 0 or "greater than or equal to 1" in error["message"]
 
 
 @pytest.mark.parametrize(("path", "base"), [CHAT, TEXT])
@@ -173,9 +165,7 @@ def test_as_many_as_may_be_are_answered(server, path, base):
     ("prompts", "n", "param"), [(2, 11, "n"), (10, 3, "n"), (20, 2, "n"), (21, 1, "prompt"), (21, 2, "prompt")]
 )
 def test_more_choices_than_the_server_takes_at_all_are_refused_by_what_makes_them(server, prompts, n, param):
-    response = server.http.post(TEXT[0], json={"prompt": ["hi"] * prompts, "n": n})
-    assert response.status_code == 400
-    error = response.json()["error"]
+    error = error_of(server.http.post(TEXT[0], json={"prompt": ["hi"] * prompts, "n": n}), 400)
     assert error["param"] == param and "20" in error["message"]
 
 
@@ -191,9 +181,10 @@ def test_every_choice_takes_a_place_and_what_does_not_fit_leaves_nothing_behind(
     running = background.submit(lambda: server.http.post(TEXT[0], json=TEXT[1] | {"n": 16}))
     ids = [submit["request_id"] for submit in submits(server, 16)]
     refused = server.http.post(TEXT[0], json=TEXT[1] | {"n": 5})
-    assert refused.status_code == 429 and refused.headers["retry-after"]
+    assert error_of(refused, 429)["type"] == "rate_limit_error" and int(refused.headers["retry-after"]) > 0
     server.script.plan([2])
     assert server.http.post(TEXT[0], json=TEXT[1] | {"n": 4}).status_code == 200
+    assert len({submit["request_id"].rpartition("-")[0] for submit in submits(server, 4)}) == 1
     for request_id in ids:
         server.script.emit(request_id, [2])
     assert running.result().status_code == 200
@@ -230,45 +221,9 @@ def test_a_client_that_leaves_ends_all_of_them(server, stream):
     assert {server.script.see("Abort")["request_id"] for _ in asked} == asked
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_choice_ends_at_its_stop_string_while_others_go_on(server, background, stream):
-    body = TEXT[1] | {"n": 2, "stop": "END", "stream": stream}
-    running = background.submit(lambda: server.http.post(TEXT[0], json=body))
-    first, second = (submit["request_id"] for submit in submits(server, 2))
-    server.script.emit(second, server.bytes("hiEND"))
-    assert server.script.see("Abort")["request_id"] == second
-    server.script.emit(first, [*server.ids("fox"), 2])
-    assert running.result().status_code == 200
-
-
 def test_choices_that_end_differently_each_say_how(server, background):
     running = background.submit(lambda: server.openai.completions.create(**TEXT[1], n=2, max_tokens=3))
     first, second = (submit["request_id"] for submit in submits(server, 2))
     server.script.emit(second, [5, 5, 5])
     server.script.emit(first, [5, 2])
     assert [choice.finish_reason for choice in running.result().choices] == ["stop", "length"]
-
-
-def test_steps_are_told_for_every_choice(server):
-    server.script.plan(server.bytes("ab"), [*server.bytes("c"), 2])
-    body = TEXT[1] | {"n": 2, "stream": True, "stream_options": {"include_speculation": True}}
-    events = server.http.post(TEXT[0], json=body).text.splitlines()
-    told = {0: "", 1: ""}
-    for event in (json.loads(line[6:]) for line in events if line.startswith("data: {")):
-        for choice in event["choices"]:
-            for step in choice.get("speculation", {}).get("steps", []):
-                told[choice["index"]] += "".join(step["tokens"])
-    assert told == {0: "abc", 1: "abc"}
-
-
-def test_tools_are_parsed_in_every_choice_by_itself(server):
-    server.script.plan([*server.ids("fine"), 2])
-    answer = server.openai.chat.completions.create(**CHAT[1], n=2)
-    assert [choice.message.content for choice in answer.choices] == ["fine", "fine"]
-    assert len({id(choice.message) for choice in answer.choices}) == 2
-
-
-def test_best_of_stays_refused_whatever_n_is(server):
-    with pytest.raises(openai.BadRequestError) as caught:
-        server.openai.completions.create(**TEXT[1], n=2, best_of=2)
-    assert (caught.value.param, caught.value.code) == ("best_of", "unsupported_parameter")

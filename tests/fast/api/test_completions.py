@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.fast.api.errors import error_of
+
 ASK = {"model": "tiny"}
 
 
@@ -295,10 +297,14 @@ def test_the_sixteen_are_fewer_where_the_context_ends_and_what_is_asked_for_must
         ([True, 5], "prompt.0"),
         ({"text": "a"}, "prompt"),
         (5, "prompt"),
+        ([512], "prompt.0"),
+        ([2**64], "prompt.0"),
+        ([1, "a"], "prompt.1"),
+        (["a"] * 21, "prompt"),
+        (["a"] * 5000, "prompt.0"),
     ],
-    ids=repr,
+    ids=lambda value: repr(value)[:20],
 )
 def test_what_is_no_prompt_is_refused_by_where_it_is_wrong(server, prompt, param):
-    response = server.http.post("/v1/completions", json=ASK | {"prompt": prompt})
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"] == param
+    error = error_of(server.http.post("/v1/completions", json=ASK | {"prompt": prompt}), 400)
+    assert (error["param"], error["code"]) == (param, "invalid_value")

@@ -38,6 +38,7 @@ def test_fields_that_change_no_text_pass(server, fields):
     "fields",
     [
         {"reasoning": "2 + 3"},
+        {"reasoning_content": "2 + 3"},
         {"reasoning": "2 + 3", "reasoning_content": "2 + 3"},
         {"reasoning": "", "reasoning_content": "2 + 3"},
         {"content": [{"type": "thinking", "thinking": "2 + 3", "signature": "x"}, {"type": "text", "text": "5."}]},
@@ -46,7 +47,7 @@ def test_fields_that_change_no_text_pass(server, fields):
             "reasoning_content": "2 + 3",
         },
     ],
-    ids=["reasoning", "twice", "one is empty", "part", "part and field"],
+    ids=["reasoning", "reasoning_content", "twice", "one is empty", "part", "part and field"],
 )
 def test_reasoning_has_several_names(server, fields):
     assert prompt_of(server, messages=[HELLO, SAID | fields, HELLO]) == THOUGHT

@@ -123,12 +123,6 @@ def test_an_engine_that_answered_a_flush_is_idle_again(own_server):
     own_server.call(idle)
 
 
-@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE"])
-def test_only_a_post_flushes(server, method):
-    response = server.http.request(method, "/reset_prefix_cache")
-    assert (response.status_code, response.headers["allow"]) == (405, "POST")
-
-
 @pytest.mark.parametrize(
     ("has", "key", "status"),
     [

@@ -120,12 +120,6 @@ def test_the_parser_is_chosen_by_its_setting_or_from_the_template(start, said, t
     assert (services.reasoning_parser is not None) is on
 
 
-def test_reasoning_that_is_sent_back_is_accepted_and_left_to_the_template(server):
-    said = {"role": "assistant", "content": "5.", "reasoning_content": "2 + 3"}
-    prompt = prompt_of(server, messages=[HELLO, said, HELLO])
-    assert prompt == f"{HEAD}{TURN}<think>\n2 + 3\n</think>\n\n5.<|im_end|>\n{HEAD}{TURN}"
-
-
 @pytest.mark.parametrize("output", ["<think>hm</think>So.", "<think>never closed", "So."])
 def test_the_sdks_own_message_can_be_sent_back_as_it_is(server, output):
     server.plan_text(output, 0)
@@ -170,15 +164,6 @@ def test_stop_strings_end_reasoning_as_they_end_content(server, stop, reasoning,
     assert said(server, True, stop=stop)[:3] == (reasoning, content, "stop")
 
 
-def test_usage_counts_every_token_reasoning_and_tags_too(server):
-    output = "<think>\nhm\n</think>\n\nSo."
-    server.plan_text(output, 0)
-    answer = server.openai.chat.completions.create(**ASK)
-    with server.openai.chat.completions.create(**ASK, stream=True, stream_options={"include_usage": True}) as stream:
-        *_, last = stream
-    assert answer.usage.completion_tokens == last.usage.completion_tokens == len(output) + 1
-
-
 def test_the_limit_may_fall_into_the_reasoning(server):
     server.plan_text("<think>one and so far", 0)
     assert said(server, max_tokens=len("<think>one"))[:3] == ("one", "", "length")
@@ -191,9 +176,3 @@ def test_calls_are_taken_from_the_answer_and_never_from_the_reasoning(server, se
     fields = {"tools": [WEATHER]}
     assert said(server, **fields)[:3] == (f"maybe {CALL}?", "", "tool_calls")
     assert said(server, True, **fields)[:3] == (f"maybe {CALL}?", "", "tool_calls")
-
-
-def test_bare_completions_are_text_even_if_it_reads_like_reasoning(server):
-    server.plan_text("<think>hm</think>So.", 0)
-    answer = server.openai.completions.create(model="tiny", prompt="x", max_tokens=400)
-    assert answer.choices[0].text == "<think>hm</think>So."

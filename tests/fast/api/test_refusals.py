@@ -125,12 +125,6 @@ def test_a_field_of_another_api_is_refused_with_what_to_use_instead(server, path
     assert instead in error["message"]
 
 
-def test_max_completion_tokens_wins_over_max_tokens_in_chat(server):
-    server.script.plan([2])
-    server.http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 9, "max_completion_tokens": 7})
-    assert server.script.see("Submit")["max_tokens"] == 7
-
-
 def test_refusals_are_the_same_through_the_sdk(server):
     from openai import BadRequestError
 

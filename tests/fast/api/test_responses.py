@@ -8,7 +8,6 @@ import openai
 import pytest
 
 from app.text.parsers import FAMILIES, OutputParser, Parsed
-from tests.fast.api.connections import connect
 from tests.fast.api.errors import error_of
 from tests.fast.api.served import PATIENCE, Server
 from tests.fast.api.templates import HEAD, HELLO, QWEN, TURN
@@ -324,35 +323,6 @@ def test_cached_tokens_of_the_prompt_are_in_the_usage(server):
     assert whole(server)["usage"]["input_tokens_details"] == {"cached_tokens": 16}
 
 
-REASONING = "<think>\nHm, a < b.\n</think>"
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (REASONING + "\n\n" + TEXT, REASONING),
-        (REASONING + ONE_CALL, REASONING),
-        (TEXT, ""),
-        ("  " + TEXT, ""),
-        (ONE_CALL, ""),
-        ("", ""),
-    ],
-)
-def test_tokens_of_the_reasoning_and_its_marks_are_counted_wherever_the_steps_end(server, text, expected, seed):
-    num_tokens = len(server.bytes(expected)) if expected else 0
-    server.plan_text(text, seed)
-    for answer in (whole(server, **TOOLS), streamed(server, **TOOLS)[-1]["response"]):
-        assert answer["usage"]["output_tokens_details"] == {"reasoning_tokens": num_tokens}
-    assert chat(server)["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_tokens}
-
-
-def test_reasoning_without_an_end_is_all_of_the_tokens(server):
-    server.plan_text(REASONING)
-    usage = whole(server, max_output_tokens=12)["usage"]
-    assert usage["output_tokens_details"]["reasoning_tokens"] == usage["output_tokens"] == 12
-
-
 def test_the_response_repeats_the_request_and_says_that_nothing_is_stored(server):
     server.script.plan([2])
     asked = {"instructions": "Be brief.", "metadata": {"run": "7"}, "user": "me", "top_p": 0.5, "tool_choice": "none"}
@@ -365,23 +335,6 @@ def test_the_response_repeats_the_request_and_says_that_nothing_is_stored(server
     plain = whole(server)
     assert (plain["metadata"], plain["tools"], plain["tool_choice"]) == ({}, [], "auto")
     assert plain["parallel_tool_calls"] is True and plain["id"] != answer["id"]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_client_that_leaves_frees_its_place(server, stream, begun):
-    server.script.by_hand()
-    with connect(server, PATH, input="hello", stream=stream) as connection:
-        request_id = server.script.see("Submit")["request_id"]
-        if begun:
-            server.script.emit(request_id, server.ids("hello"))
-            if stream:
-                received = b""
-                while b"response.created" not in received:
-                    more = connection.recv(10_000)
-                    assert more, received
-                    received += more
-    assert server.script.see("Abort")["request_id"] == request_id
 
 
 def read_events(server: Server, events: "Queue[dict[str, Any]]", fields: dict[str, Any], **headers: str) -> None:

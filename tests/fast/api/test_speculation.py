@@ -149,13 +149,7 @@ def test_an_end_without_a_token_flushes_what_was_held_back(server, background, k
 def test_several_tokens_of_one_step_are_one_chunk(server, background, kind):
     words = ["the quick", " brown fox jumps", " over"]
     path, ask = PATHS[kind]
-
-    def first() -> str:
-        request_id = server.script.see("Submit")["request_id"]
-        server.script.emit(request_id, server.ids(words[0]))
-        return request_id
-
-    started = background.submit(first)
+    started = background.submit(server.answer, server.ids(words[0]))
     told = []
     body = ask | {"stream": True, "stream_options": SPECULATION}
     with server.http.stream("POST", path, json=body) as response:
@@ -169,10 +163,11 @@ def test_several_tokens_of_one_step_are_one_chunk(server, background, kind):
     assert told == [(word, [word]) for word in words] + [("", [""])]
 
 
-def test_a_list_of_prompts_tells_each_answers_own_steps(server):
+@pytest.mark.parametrize("several", [{"prompt": ["x", "y"]}, {"n": 2}], ids=str)
+def test_each_of_several_answers_tells_its_own_steps(server, several):
     ids = server.bytes("abcdef")
     server.script.plan(ids[:4], ids[4:], [2])
-    received = chunks(server, "completions", SPECULATION, prompt=["x", "y"])
+    received = chunks(server, "completions", SPECULATION, **several)
     for index in (0, 1):
         own = [c for c in received if any(choice["index"] == index for choice in c["choices"])]
         assert [step["tokens"] for step in steps_of(own)] == [list("abcd"), list("ef"), [""]]

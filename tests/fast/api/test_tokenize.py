@@ -1,6 +1,5 @@
 """/tokenize and /detokenize, /v1/models/{id}, /version, and HEAD."""
 
-import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -165,14 +164,6 @@ def test_an_id_out_of_range_is_told_with_the_last_there_is(server):
     assert "512" in message and "511" in message
 
 
-@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
-def test_the_model_may_be_named_and_must_be_here(server, path):
-    body = {"prompt": "x"} if path == "/tokenize" else {"tokens": [5]}
-    assert post(server, path, model="also-tiny", **body)
-    response = server.http.post(path, json=body | {"model": "gpt-4"})
-    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
-
-
 @pytest.mark.parametrize("length", [3000, 30_000])
 @pytest.mark.parametrize("kind", ["text", "conversation"])
 def test_a_text_beyond_the_context_is_counted(server, kind, length):
@@ -228,11 +219,3 @@ def test_the_version_is_that_of_the_package(server):
     answer = server.http.get("/version").json()
     assert answer == {"version": version("dflash-server")}
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", answer["version"])
-
-
-@pytest.mark.parametrize(("path", "allowed"), [("/tokenize", "POST"), ("/detokenize", "POST"), ("/version", "GET")])
-def test_the_wrong_method_is_405_with_the_right_one(server, path, allowed):
-    response = server.http.delete(path)
-    assert response.status_code == 405
-    assert allowed in response.headers["allow"]
-    assert allowed in json.loads(response.content)["error"]["message"]

@@ -189,11 +189,6 @@ def test_a_stop_string_inside_a_call_ends_the_answer_before_the_call(server):
     assert ask(server, stop='"arguments"')[1:4] == (shown, "stop", [])
 
 
-def test_usage_counts_the_tokens_of_calls(server):
-    server.plan_text(OUTPUTS["two"], 0)
-    assert ask(server).usage["completion_tokens"] == len(server.bytes(OUTPUTS["two"])) + 1
-
-
 def conversation(arguments: str | None = '{"city": "Bern", "days": 2}') -> list[dict[str, Any]]:
     function = {"name": "weather"} | ({} if arguments is None else {"arguments": arguments})
     called = {"id": "call_1", "type": "function", "function": function}
@@ -340,9 +335,3 @@ def test_what_was_said_beside_a_call_is_in_llamas_prompt(start, content):
     spoken = "<|start_header_id|>assistant<|end_header_id|>\n\n"
     said = f"{spoken}{content}<|eot_id|>" if content else ""
     assert f'hello<|eot_id|>{said}{spoken}{{"name": "clock", "parameters": {{}}}}<|eot_id|><|start_header' in prompt
-
-
-def test_bare_completions_are_text_even_if_it_reads_like_a_call(server):
-    server.plan_text(OUTPUTS["two"], 0)
-    answer = server.openai.completions.create(model="tiny", prompt="x", max_tokens=400)
-    assert answer.choices[0].text == OUTPUTS["two"]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.fast.api.served import Server
-from tests.fast.api.templates import ASK, QWEN
+from tests.fast.api.templates import ASK, CALL, QWEN, WEATHER
 
 TEXT = {"model": "tiny", "prompt": "x", "max_tokens": 400}
 PATHS = {"chat": ("/v1/chat/completions", ASK), "completions": ("/v1/completions", TEXT)}
@@ -48,19 +48,31 @@ def test_usage_is_sent_only_where_it_is_asked_for(server, kind, options, wanted)
         ("So.", 0),
         ("<think>hm", len("<think>hm") + 1),
         ("<thi", 0),
+        (THOUGHT + CALL, len(THOUGHT)),
+        (CALL, 0),
+        ("  So.", 0),
+        ("", 0),
     ],
 )
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_tokens_of_the_reasoning_are_counted(server, text, expected, size):
     ids = [*server.bytes(text), 2]
     server.script.plan(*[ids[start : start + size] for start in range(0, len(ids), size)])
-    answer = whole(server)
+    answer = whole(server, tools=[WEATHER])
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": expected}
-    assert chunks(server, "chat", {"include_usage": True})[-1]["usage"] == answer["usage"]
-    response = server.http.post("/v1/responses", json={"input": "hello"}).json()
+    assert answer["usage"]["completion_tokens"] == len(ids)
+    assert chunks(server, "chat", {"include_usage": True}, tools=[WEATHER])[-1]["usage"] == answer["usage"]
+    tool = {"type": "function", **WEATHER["function"]}
+    response = server.http.post("/v1/responses", json={"input": "hello", "tools": [tool]}).json()
     assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": expected}
     bare = whole(server, "completions")
     assert bare["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+@pytest.mark.parametrize("text", [THOUGHT + "So.", CALL])
+def test_bare_completions_are_text_even_if_it_reads_like_reasoning_or_a_call(server, text):
+    server.plan_text(text)
+    assert whole(server, "completions")["choices"][0]["text"] == text
 
 
 @both
