@@ -21,7 +21,7 @@ from app.api.process import run
 from app.config.settings import Config
 connection.HEAD_SECONDS = process._GRACEFUL_SECONDS = supervisor.DEATHS_WINDOW_SECONDS = {PATIENCE}
 port, shutdown_timeout, step_timeout, folder, *engine = sys.argv[1:]
-config = Config(model="tiny", port=port, shutdown_timeout=shutdown_timeout, step_timeout=step_timeout)
+config = Config(model="tiny", port=port, shutdown_timeout=shutdown_timeout, step_timeout=step_timeout, SETTINGS)
 sys.exit(run(config, Path(folder), None, engine))
 """
 ASK = {"prompt": "hi"}
@@ -38,21 +38,36 @@ class Process:
         shutdown_timeout: float = 10 * PATIENCE,
         step_timeout: float = 120,
         main: str = MAIN,
+        settings: str = "",
         cwd: Path = ROOT,
         **environment: str,
     ) -> None:
+        """`settings` are arguments of Config, as code."""
         self.script = script
-        settings = (str(port), str(shutdown_timeout), str(step_timeout))
+        arguments = (str(port), str(shutdown_timeout), str(step_timeout), str(model_folder))
         temporary = {"TMPDIR": str(script.folder)}  # A killed server leaves its sockets behind.
         log = script.folder / "log"  # An unread pipe fills up.
         with log.open("wb") as stderr:
             self.popen = subprocess.Popen(
-                [sys.executable, "-c", main, *settings, str(model_folder), *script.command],
+                [sys.executable, "-c", main.replace("SETTINGS", settings), *arguments, *script.command],
                 cwd=cwd,
                 env=os.environ | temporary | environment,
                 stderr=stderr,
             )
         self._log = log.open()
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def ready(self, **info: object) -> str:
+        """Let the engine say that it is ready, and return the server's address once it says so too."""
+        url = self.read_url()
+        self.script.ready(**info)
+        self.read_until("ready: ")
+        return url
 
     def read_url(self) -> str:
         line = self.read_until("listening on")

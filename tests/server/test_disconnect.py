@@ -22,30 +22,24 @@ from tests.fast.api.served import PATIENCE, next_delta
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_leaving_before_the_first_token_sends_abort(server, stream):
-    with connect(server, stream=stream):
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+def test_leaving_before_the_first_token_or_in_the_middle_sends_abort(server, path, stream, begun):
+    prompt = {"input": "hi"} if path == "/v1/responses" else {}
+    with connect(server, path, stream=stream, **prompt) as connection:
         request_id = server.script.see("Submit")["request_id"]
+        if begun:
+            server.script.emit(request_id, server.ids("hello"))
+            received = b""
+            while stream and b"hello" not in received:
+                received += connection.recv(10_000)
     assert server.script.see("Abort")["request_id"] == request_id
 
 
-def test_leaving_in_mid_stream_sends_abort(server):
-    with connect(server, stream=True) as connection:
-        request_id = server.script.see("Submit")["request_id"]
-        server.script.emit(request_id, server.ids("hello"))
-        assert b"hello" in connection.recv(10_000)
-    assert server.script.see("Abort")["request_id"] == request_id
-
-
-def test_leaving_in_the_middle_of_a_whole_answer_sends_abort(server):
-    with connect(server, stream=False):
-        request_id = server.script.see("Submit")["request_id"]
-        server.script.emit(request_id, server.ids("hello"))
-    assert server.script.see("Abort")["request_id"] == request_id
-
-
+@pytest.mark.parametrize("several", [{"prompt": ["a", "b", "c"]}, {"n": 3}], ids=str)
 @pytest.mark.parametrize("stream", [False, True])
-def test_leaving_aborts_every_prompt_of_the_request(server, stream):
-    with connect(server, stream=stream, prompt=["a", "b", "c"]):
+def test_leaving_aborts_every_prompt_and_choice_of_the_request(server, stream, several):
+    with connect(server, stream=stream, **several):
         submitted = {server.script.see("Submit")["request_id"] for _ in range(3)}
     assert {server.script.see("Abort")["request_id"] for _ in range(3)} == submitted
 
@@ -252,8 +246,7 @@ def test_who_has_no_answer_yet_when_the_server_goes_down_gets_one(begun):
 
 
 def test_an_abort_by_id_ends_the_request_with_an_error(server, background):
-    running = background.submit(lambda: server.http.post("/v1/completions", json={"prompt": "hi"}))
-    request_id = server.script.see("Submit")["request_id"]
+    running, request_id = server.begin(background)
 
     async def abort():
         server.engine.abort(request_id)

@@ -5,19 +5,22 @@ import gc
 import json
 import os
 import re
+import signal
 
 import pytest
 import zmq
 
 from app.engine_client import link, supervisor
 from app.messages import Request
+from tests.fast.api.errors import TEXT as ASK
 from tests.fast.api.served import PATIENCE, Clock, next_delta, serving
-from tests.server.running import ASK, started
 
 
 @pytest.fixture
 def ready_server(own_server):
-    own_server.ready()
+    own_server.pid = own_server.script.see("started")["pid"]
+    own_server.script.order("ready", info=own_server.script.info)
+    own_server.reach("ready")
     return own_server
 
 
@@ -28,7 +31,7 @@ def last_words(monkeypatch):
 
 
 def test_death_in_mid_stream_is_an_error_event_and_no_finished_answer(ready_server, background):
-    running, request_id = started(ready_server, background, stream=True)
+    running, request_id = ready_server.begin(background, stream=True)
     ready_server.script.emit(request_id, ready_server.ids("hello"))
     ready_server.script.order("die", code=9)
     events = running.result().text.strip().split("\n\n")
@@ -40,29 +43,23 @@ def test_death_in_mid_stream_is_an_error_event_and_no_finished_answer(ready_serv
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_errors_of_all_prompts_of_a_request_are_looked_at(ready_server, background, caplog, stream):
-    running, _ = started(ready_server, background, prompt=["a", "b", "c"], stream=stream)
+def test_death_before_the_first_token_is_a_503_with_the_reason_and_no_prompts_error_is_left(
+    ready_server, background, caplog, stream
+):
+    running, _ = ready_server.begin(background, prompt=["a", "b", "c"], stream=stream)
     for _ in range(2):
         ready_server.script.see("Submit")
     ready_server.script.order("die", code=9)
-    assert running.result().status_code == 503
+    response = running.result()
+    assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
+    assert "exit code 9" in response.json()["error"]["message"]
     gc.collect()
     ready_server.http.get("/live")
     assert "never retrieved" not in caplog.text
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_death_before_the_first_token_is_a_503_with_the_reason(ready_server, background, stream):
-    running, _ = started(ready_server, background, stream=stream)
-    ready_server.script.order("die", code=9)
-    response = running.result()
-    assert response.status_code == 503
-    assert "exit code 9" in response.json()["error"]["message"]
-    assert int(response.headers["retry-after"]) > 0
-
-
 def test_after_a_death_ready_says_why_and_then_the_next_engine_serves(ready_server, background):
-    running, _ = started(ready_server, background)
+    running, _ = ready_server.begin(background)
     ready_server.script.order("die", code=3)
     assert running.result().status_code == 503
     assert ready_server.script.see("started")
@@ -80,8 +77,8 @@ def test_after_a_death_ready_says_why_and_then_the_next_engine_serves(ready_serv
 
 
 def test_an_error_of_one_request_leaves_the_others_alone(ready_server, background):
-    failing, failing_id = started(ready_server, background)
-    working, working_id = started(ready_server, background)
+    failing, failing_id = ready_server.begin(background)
+    working, working_id = ready_server.begin(background)
     ready_server.script.emit(failing_id, [], finish="error", error="the page is torn")
     ready_server.script.emit(working_id, [*ready_server.ids("fine"), 2])
     assert failing.result().status_code == 500
@@ -90,31 +87,25 @@ def test_an_error_of_one_request_leaves_the_others_alone(ready_server, backgroun
 
 
 def test_a_message_that_cannot_be_read_counts_as_death(ready_server, background):
-    running, _ = started(ready_server, background)
+    running, _ = ready_server.begin(background)
     ready_server.script.order("garbage")
     assert running.result().status_code == 503
     assert ready_server.script.see("started")
 
 
-def test_a_fatal_user_error_is_not_retried(own_server, last_words):
+@pytest.mark.parametrize("user_error", [True, False])
+def test_what_an_engine_says_against_its_first_start_is_final(own_server, last_words, user_error):
     own_server.script.see("started")
-    own_server.script.order("fatal", reason="dtype float8 is unknown", user_error=True)
+    own_server.script.order("fatal", reason="OutOfMemoryError: 5 GiB", user_error=user_error)
     own_server.reach("dead")
     ready = own_server.http.get("/ready")
-    assert (ready.status_code, ready.json()) == (503, {"status": "dead", "reason": "dtype float8 is unknown"})
+    assert (ready.status_code, ready.json()) == (503, {"status": "dead", "reason": "OutOfMemoryError: 5 GiB"})
     refused = own_server.http.post("/v1/completions", json=ASK)
-    assert refused.status_code == 503 and "float8" in refused.json()["error"]["message"]
-
-
-def test_what_an_engine_says_against_its_first_start_is_final(own_server, last_words):
-    own_server.script.see("started")
-    own_server.script.order("fatal", reason="OutOfMemoryError: 5 GiB", user_error=False)
-    own_server.reach("dead")
-    assert "5 GiB" in own_server.http.get("/ready").json()["reason"]
+    assert refused.status_code == 503 and "5 GiB" in refused.json()["error"]["message"]
 
 
 def test_what_an_engine_says_after_it_was_ready_is_worth_a_restart(ready_server, background, last_words):
-    running, _ = started(ready_server, background)
+    running, _ = ready_server.begin(background)
     ready_server.script.order("fatal", reason="RuntimeError: a bad step", user_error=False)
     assert running.result().status_code == 503
     assert ready_server.script.see("started")
@@ -176,16 +167,9 @@ def test_three_deaths_within_a_minute_are_enough_even_if_ready_between(own_serve
 
 
 def test_an_engine_killed_by_a_signal_is_named_so(ready_server, background):
-    running, _ = started(ready_server, background)
-    ready_server.call(kill(ready_server))
+    running, _ = ready_server.begin(background)
+    os.kill(ready_server.pid, signal.SIGKILL)
     assert "killed by SIGKILL" in running.result().json()["error"]["message"]
-
-
-def kill(server):
-    async def killed():
-        server.engine.supervisor._link._process.kill()
-
-    return killed
 
 
 def test_after_a_death_no_request_has_a_place_before_its_end_is_read(ready_server):

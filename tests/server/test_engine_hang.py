@@ -12,9 +12,9 @@ import pytest
 from app.engine_client import admission, supervisor
 from app.messages import Request
 from tests.fast.api.connections import connect
+from tests.fast.api.errors import TEXT as ASK
 from tests.fast.api.errors import error_of
 from tests.fast.api.served import PATIENCE, Clock, serving, until
-from tests.server.running import ASK, started
 
 TIMEOUT = 90.0
 WHY = f"no step result within {TIMEOUT:g} s"
@@ -122,7 +122,7 @@ def test_an_engine_that_hangs_in_a_step_is_killed_and_the_next_one_serves(hangab
     events = Queue()
     streamed = background.submit(server.read_stream, ASK, events)
     request_id = server.script.see("Submit")["request_id"]
-    waiting, _ = started(server, background)
+    waiting, _ = server.begin(background)
     server.script.emit(request_id, server.ids("hello"))
     assert json.loads(events.get(timeout=PATIENCE))["choices"][0]["text"] == "hello"
     hangable.hang()
@@ -143,13 +143,13 @@ def test_an_engine_that_hangs_in_a_step_is_killed_and_the_next_one_serves(hangab
 
 def test_a_stall_shorter_than_the_timeout_is_survived_and_a_longer_one_is_not(hangable, background):
     server = hangable.server
-    running, request_id = started(server, background)
+    running, request_id = server.begin(background)
     with hangable.stopped():
         hangable.take_naps(NAPS - 1)
         assert NAPS * hangable.naps.seconds == pytest.approx(TIMEOUT)
     server.script.emit(request_id, [*server.ids("fine"), 2])
     assert running.result().json()["choices"][0]["text"] == "fine"
-    running, _ = started(server, background)
+    running, _ = server.begin(background)
     os.kill(hangable.pid, signal.SIGSTOP)
     hangable.take_naps(1 + NAPS)  # The answer came in the first one.
     assert WHY in running.result().json()["error"]["message"]
@@ -157,7 +157,7 @@ def test_a_stall_shorter_than_the_timeout_is_survived_and_a_longer_one_is_not(ha
 
 
 def test_a_pause_of_the_whole_server_is_one_nap_and_no_hang(clock, hangable, background):
-    running, request_id = started(hangable.server, background)
+    running, request_id = hangable.server.begin(background)
     clock.now += 10 * TIMEOUT
     hangable.take_naps(1)
     hangable.server.script.emit(request_id, [2])
@@ -167,7 +167,7 @@ def test_a_pause_of_the_whole_server_is_one_nap_and_no_hang(clock, hangable, bac
 
 def test_a_request_may_take_longer_than_the_timeout_while_steps_come(hangable, background):
     server = hangable.server
-    running, request_id = started(server, background)
+    running, request_id = server.begin(background)
     for steps in range(1, 9):
         hangable.take_naps(NAPS - 1)
         server.script.emit(request_id, [300])
@@ -178,7 +178,7 @@ def test_a_request_may_take_longer_than_the_timeout_while_steps_come(hangable, b
 
 def test_an_idle_engine_is_never_killed(hangable, background):
     server = hangable.server
-    running, request_id = started(server, background)
+    running, request_id = server.begin(background)
     server.script.emit(request_id, [2])
     assert running.result().status_code == 200
     with hangable.stopped():
@@ -192,7 +192,7 @@ def test_an_idle_engine_is_never_killed(hangable, background):
 
 def test_loading_is_never_timed_also_after_a_hang(hangable, background):
     server = hangable.server
-    running, _ = started(server, background)
+    running, _ = server.begin(background)
     hangable.hang()
     assert running.result().status_code == 503
     server.script.see("started")
@@ -221,7 +221,7 @@ def test_a_hang_is_found_out_though_every_client_gives_up_sooner(hangable):
 
 def test_three_hangs_within_a_minute_are_enough(clock, hangable, background):
     for last in (False, False, True):
-        running, _ = started(hangable.server, background)
+        running, _ = hangable.server.begin(background)
         hangable.hang()
         assert running.result().status_code == 503
         if not last:
@@ -237,11 +237,11 @@ def test_hanging_again_and_again_is_given_up_however_long_a_hang_takes(clock, ha
     server = hangable.server
     for last in (False, False, True):
         if answers:
-            running, request_id = started(server, background)
+            running, request_id = server.begin(background)
             server.script.emit(request_id, [2])
             assert running.result().status_code == 200
             clock.now += 0.9 * WINDOW
-        running, _ = started(server, background)
+        running, _ = server.begin(background)
         clock.now += TIMEOUT
         hangable.hang()
         assert running.result().status_code == 503
@@ -253,7 +253,7 @@ def test_hanging_again_and_again_is_given_up_however_long_a_hang_takes(clock, ha
 def test_hangs_far_between_are_not_given_up(clock, hangable, background):
     server = hangable.server
     for _ in range(4):
-        running, _ = started(server, background)
+        running, _ = server.begin(background)
         clock.now += WINDOW + TIMEOUT + 1
         hangable.hang()
         assert running.result().status_code == 503

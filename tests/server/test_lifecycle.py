@@ -1,7 +1,5 @@
 """The whole server as its own process: signals, exit codes, ports."""
 
-import contextlib
-import itertools
 import json
 import re
 import shutil
@@ -9,14 +7,13 @@ import signal
 import socket
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests import ROOT
-from tests.fast.api.served import PATIENCE, Script, until
+from tests.fast.api.served import PATIENCE, Script
 from tests.server.own_process import ASK, MAIN, Process, ids
 
 
@@ -30,16 +27,13 @@ def script() -> Iterator[Script]:
 
 @pytest.fixture
 def process(script, model_folder) -> Iterator[Process]:
-    process = Process(script, model_folder)
-    yield process
-    process.close()
+    with Process(script, model_folder) as process:
+        yield process
 
 
 def finish_what_runs(process: Process, script: Script, model_folder: Path, background, *words: str) -> None:
     """Send SIGTERM while a request runs, and see that it is answered, once the log had `words`, and others are not."""
-    url = process.read_url()
-    script.ready()
-    process.read_until("ready: ")
+    url = process.ready()
     running = background.submit(lambda: httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE))
     request_id = script.see("Submit")["request_id"]
     process.popen.send_signal(signal.SIGTERM)
@@ -57,9 +51,7 @@ def test_sigterm_finishes_what_runs_and_exits_0(process, script, model_folder, b
 
 
 def test_a_second_signal_forces_the_end(process, script, background):
-    url = process.read_url()
-    script.ready()
-    process.read_until("ready: ")
+    url = process.ready()
     running = background.submit(lambda: httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE))
     script.see("Submit")
     process.popen.send_signal(signal.SIGTERM)
@@ -70,11 +62,10 @@ def test_a_second_signal_forces_the_end(process, script, background):
 
 
 def test_for_the_drain_delay_ready_says_503_and_requests_are_taken(script, model_folder, background):
-    process = Process(script, model_folder, main=MAIN.replace("Config(", f"Config(drain_delay={10 * PATIENCE}, "))
-    try:
-        url = process.read_url()
-        script.ready()
-        process.read_until("ready: ")
+    with Process(
+        script, model_folder, main=MAIN.replace("Config(", f"Config(drain_delay={10 * PATIENCE}, ")
+    ) as process:
+        url = process.ready()
         process.popen.send_signal(signal.SIGTERM)
         process.read_until("leaving: ")
         ready = httpx.get(f"{url}/ready", timeout=PATIENCE)
@@ -87,100 +78,75 @@ def test_for_the_drain_delay_ready_says_503_and_requests_are_taken(script, model
         process.popen.send_signal(signal.SIGTERM)
         assert process.wait() == 1
         assert "stopping" not in "".join(process.lines())
-    finally:
-        process.close()
 
 
 def test_after_the_drain_delay_the_server_drains(script, model_folder, background):
-    process = Process(script, model_folder, main=MAIN.replace("Config(", "Config(drain_delay=0.5, "))
-    try:
+    with Process(script, model_folder, settings="drain_delay=0.5") as process:
         finish_what_runs(process, script, model_folder, background, "leaving: ", "stopping")
-    finally:
-        process.close()
 
 
 def test_a_loading_server_has_no_drain_delay(script, model_folder):
-    process = Process(script, model_folder, main=MAIN.replace("Config(", f"Config(drain_delay={10 * PATIENCE}, "))
-    try:
+    with Process(
+        script, model_folder, main=MAIN.replace("Config(", f"Config(drain_delay={10 * PATIENCE}, ")
+    ) as process:
         process.read_url()
         script.see("started")
         process.popen.send_signal(signal.SIGTERM)
         assert process.wait() == 0
-    finally:
-        process.close()
 
 
 def test_the_log_says_where_a_server_on_all_addresses_can_be_reached(script, model_folder):
     everywhere = MAIN.replace(
         "shutdown_timeout=shutdown_timeout,", 'host="0.0.0.0", shutdown_timeout=shutdown_timeout,'
     )
-    process = Process(script, model_folder, main=everywhere)
-    try:
+    with Process(script, model_folder, main=everywhere) as process:
         line = process.read_until("listening on")
         assert re.search(r" on http://127\.0\.0\.1:\d+ and on every other address$", line), line
-    finally:
-        process.close()
 
 
-def test_sigterm_while_loading_exits_0(process, script):
+@pytest.mark.parametrize("hears_nothing", [False, True])
+def test_sigterm_while_loading_exits_0_even_if_the_engine_hears_nothing(process, script, hears_nothing):
     process.read_url()
     script.see("started")
-    process.popen.send_signal(signal.SIGTERM)
-    assert process.wait() == 0
-
-
-def test_sigterm_while_loading_does_not_wait_for_an_engine_that_hears_nothing(process, script):
-    process.read_url()
-    script.see("started")
-    script.order("sleep", seconds=10 * PATIENCE)
+    if hears_nothing:
+        script.order("sleep", seconds=10 * PATIENCE)
     process.popen.send_signal(signal.SIGTERM)
     assert process.wait() == 0
 
 
 def test_a_user_error_of_the_engine_ends_the_server_with_its_reason(script, model_folder):
     waits = f"from app.engine_client import link\nlink._LAST_WORDS_SECONDS = {PATIENCE}"
-    process = Process(script, model_folder, main=f"{waits}\n{MAIN}")
-    try:
+    with Process(script, model_folder, main=f"{waits}\n{MAIN}") as process:
         process.read_url()
         script.see("started")
         script.order("fatal", reason="no such device: npu:9", user_error=True)
         assert process.wait() == 1
         said = "".join(process.lines())
-    finally:
-        process.close()
     assert "error: no such device: npu:9\n" in said and said.count("no such device") == 1, "told once"
 
 
 def test_the_engine_ends_with_its_parent(process, script):
     """stdin of the engine closes however the parent dies, so no engine is ever left behind."""
-    process.read_url()
-    script.ready()
-    process.read_until("ready: ")
+    process.ready()
     process.popen.kill()
     process.wait()
     assert script.see("orphaned")
 
 
 def test_the_setting_says_how_long_an_engine_may_be_silent(script, model_folder):
-    process = Process(script, model_folder, step_timeout=0.5)
-    try:
-        url = process.read_url()
-        script.ready()
-        process.read_until("ready: ")
+    with Process(script, model_folder, step_timeout=0.5) as process:
+        url = process.ready()
         answer = httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE)
         assert "no step result within 0.5 s" in answer.json()["error"]["message"]
         assert script.see("started")
-    finally:
-        process.close()
 
 
 def test_a_port_in_use_is_one_clear_line_and_exit_1(script, model_folder):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        process = Process(script, model_folder, port)
-        assert process.wait() == 1
-        said = "".join(process.lines())
-        process.close()
+        with Process(script, model_folder, port) as process:
+            assert process.wait() == 1
+            said = "".join(process.lines())
     assert said.count("\n") == 1 and f"127.0.0.1:{port}" in said and "--port" in said
 
 
@@ -193,20 +159,17 @@ def test_an_unusable_file_of_the_tokenizer_is_one_clear_line_and_exit_2_before_t
 ):
     folder = shutil.copytree(model_folder, tmp_path / "copy")
     (folder / name).unlink() if content is None else (folder / name).write_text(content)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        process = Process(script, folder, taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as taken, Process(script, folder, taken.getsockname()[1]) as process:
         assert process.wait() == 2
         said = "".join(process.lines())
-        process.close()
     assert said.count("\n") == 1 and name in said
 
 
 def test_a_tokenizer_larger_than_the_model_is_warned_of_at_start(script, model_folder, tmp_path):
     folder = shutil.copytree(model_folder, tmp_path / "copy")
     (folder / "config.json").write_text('{"vocab_size": 100}')
-    process = Process(script, folder)
-    line = process.read_until("config.json")
-    process.close()
+    with Process(script, folder) as process:
+        line = process.read_until("config.json")
     assert "tokenizer.json" in line and "99" in line
 
 
@@ -229,9 +192,7 @@ class Stream:
 
 
 def test_sigterm_finishes_64_streams_and_refuses_what_comes_then(process, script, model_folder):
-    url = process.read_url()
-    script.ready(max_num_seqs=64)
-    process.read_until("ready: ")
+    url = process.ready(max_num_seqs=64)
     streams = [Stream(url) for _ in range(64)]
     for stream in streams:
         stream.ask(stream=True, max_tokens=100)
@@ -255,11 +216,8 @@ def test_sigterm_finishes_64_streams_and_refuses_what_comes_then(process, script
 
 
 def test_what_is_not_done_in_time_ends_with_an_error_and_the_exit_code_is_0(script, model_folder):
-    process = Process(script, model_folder, shutdown_timeout=0.2)
-    try:
-        stream = Stream(process.read_url())
-        script.ready()
-        process.read_until("ready: ")
+    with Process(script, model_folder, shutdown_timeout=0.2) as process:
+        stream = Stream(process.ready())
         stream.ask(stream=True)
         script.emit(script.see("Submit")["request_id"], ids(model_folder, "hello"))
         process.popen.send_signal(signal.SIGTERM)
@@ -267,8 +225,6 @@ def test_what_is_not_done_in_time_ends_with_an_error_and_the_exit_code_is_0(scri
         assert "shut down before the request was done" in answer
         assert "[DONE]" not in answer and '"finish_reason":"stop"' not in answer
         assert process.wait() == 0
-    finally:
-        process.close()
 
 
 def test_an_engine_that_dies_again_and_again_ends_the_server_with_its_reason(process, script):
@@ -290,8 +246,7 @@ def test_on_a_read_only_file_system_it_serves_from_shared_memory_or_says_what_it
     places = f"[{READ_ONLY!r}{', ' + repr(str(script.folder)) if shared_memory else ''}]"
     main = f"from app.engine_client import link\nlink._parents = lambda: {places}\n{MAIN}"
     read_only = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR"), READ_ONLY)
-    process = Process(script, model_folder, main=main, cwd=Path(READ_ONLY), PYTHONPATH=str(ROOT), **read_only)
-    try:
+    with Process(script, model_folder, main=main, cwd=Path(READ_ONLY), PYTHONPATH=str(ROOT), **read_only) as process:
         url = process.read_url()
         if shared_memory:
             script.ready()
@@ -304,125 +259,13 @@ def test_on_a_read_only_file_system_it_serves_from_shared_memory_or_says_what_it
         else:
             assert "Set TMPDIR" in process.read_until("error: ")
             assert process.wait() == 1
-    finally:
-        process.close()
 
 
 @pytest.mark.parametrize(("of_one", "most"), [(9, 4), (3, 3)])
 def test_the_settings_of_the_door_reach_it(script, model_folder, of_one, most):
     settings = f"max_queue=2, max_concurrency_per_key={of_one}, request_timeout=0.2"
-    process = Process(script, model_folder, main=MAIN.replace("Config(", f"Config({settings}, "))
-    try:
-        url = process.read_url()
-        script.ready(max_num_seqs=2)
-        process.read_until("ready: ")
+    with Process(script, model_folder, settings=settings) as process:
+        url = process.ready(max_num_seqs=2)
         refused = httpx.post(f"{url}/v1/completions", json=ASK | {"n": 5}, timeout=PATIENCE).json()
         assert f"at most {most} may come" in refused["error"]["message"]
         assert httpx.post(f"{url}/v1/completions", json=ASK | {"n": most}, timeout=PATIENCE).status_code == 504
-    finally:
-        process.close()
-
-
-@contextlib.contextmanager
-def replica(model_folder: Path) -> Iterator[tuple[str, Process]]:
-    """A server that answers "fine" to all that it is asked."""
-    with tempfile.TemporaryDirectory(prefix="dft-") as folder, contextlib.closing(Script(Path(folder))) as script:
-        process = Process(script, model_folder)
-        try:
-            url = process.read_url()
-            script.ready(max_num_seqs=64)
-            process.read_until("ready: ")
-            script.plan([*ids(model_folder, "fine"), 2])
-            yield url, process
-        finally:
-            process.close()
-
-
-class Proxy:
-    """Proxy like docker/haproxy.cfg. It tries another replica only after a failed connection or a 503."""
-
-    def __init__(self, *urls: str) -> None:
-        self._urls = list(urls)
-        self.clients: list[Future[None]] = []
-        self._answers: list[list[str]] = []
-        self._stopped = False
-
-    def post(self) -> httpx.Response:
-        """Return the answer of the first replica that takes the request, or of the last one."""
-        for url in itertools.islice(itertools.cycle(self._urls), 4):
-            with contextlib.suppress(httpx.ConnectError):
-                response = httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE)
-                if response.status_code != 503:
-                    break
-        return response
-
-    def start_client(self, background: ThreadPoolExecutor) -> None:
-        """One that keeps asking until the proxy is stopped."""
-        answers: list[str] = []
-        self._answers.append(answers)
-
-        def keep_asking() -> None:
-            while not self._stopped:
-                response = self.post()
-                fine = response.status_code == 200
-                answers.append(response.json()["choices"][0]["text"] if fine else response.text)
-
-        self.clients.append(background.submit(keep_asking))
-
-    def let_ask(self, times: int) -> None:
-        """Wait until every client has had so many more answers."""
-        asked = [len(answers) for answers in self._answers]
-
-        def done() -> bool:
-            counts = zip(self._answers, asked, strict=True)
-            return all(len(now) >= then + times for now, then in counts) or any(one.done() for one in self.clients)
-
-        until(done)
-
-    def add(self, url: str) -> None:
-        """It is tried first from now on."""
-        self._urls = [url, *self._urls]
-
-    def remove(self, url: str) -> None:
-        """Wait until no client asks it or waits for its answer."""
-        self._urls = [other for other in self._urls if other != url]
-        self.let_ask(1)
-
-    def stop(self) -> None:
-        self._stopped = True
-
-    def answers(self) -> set[str]:
-        """The texts of all, whatever their status."""
-        return {text for answers in self._answers for text in answers}
-
-
-def test_a_rolling_restart_behind_a_proxy_loses_no_request(model_folder, background):
-    with contextlib.ExitStack() as stack:
-        replicas = [stack.enter_context(replica(model_folder)) for _ in range(2)]
-        proxy = Proxy(*(url for url, _ in replicas))
-        for _ in range(3):
-            proxy.start_client(background)
-        stack.callback(proxy.stop)
-        for url, process in replicas:
-            proxy.let_ask(5)
-            proxy.remove(url)  # The pause of preStop.
-            process.script.by_hand()  # A client is reading an answer when the signal comes.
-            process.script.forget()
-            running = background.submit(httpx.post, f"{url}/v1/completions", json=ASK, timeout=PATIENCE)
-            request_id = process.script.see("Submit")["request_id"]
-            process.popen.send_signal(signal.SIGTERM)
-            process.read_until("stopping")
-            proxy.add(url)  # A proxy that has not looked at /ready yet gets 503.
-            proxy.let_ask(10)
-            assert not running.done()
-            proxy.remove(url)
-            process.script.emit(request_id, [*ids(model_folder, "fine"), 2])
-            assert running.result().json()["choices"][0]["text"] == "fine"
-            assert process.wait() == 0
-            started, _ = stack.enter_context(replica(model_folder))
-            proxy.add(started)
-        proxy.let_ask(10)
-        proxy.stop()
-        for client in proxy.clients:
-            client.result()
-        assert proxy.answers() == {"fine"}

@@ -54,13 +54,11 @@ class Replica:
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="dft-")))
         script = self._stack.enter_context(contextlib.closing(Script(folder)))
         self._over = folder / "over"
-        main = UNTIL_TOLD.replace("FILE", repr(str(self._over)))
-        main += MAIN.replace("Config(", f"Config(drain_delay={DRAIN_DELAY}, ")
-        self.process = Process(script, self._model_folder, port=self.port, main=main)
+        main = UNTIL_TOLD.replace("FILE", repr(str(self._over))) + MAIN
+        delay = f"drain_delay={DRAIN_DELAY}"
+        self.process = Process(script, self._model_folder, port=self.port, main=main, settings=delay)
         self._stack.callback(self.process.close)
-        self.process.read_url()
-        script.ready(max_num_seqs=64)
-        self.process.read_until("ready: ")
+        self.process.ready(max_num_seqs=64)
         script.plan([*ids(self._model_folder, "fine"), 2])
 
     def leave(self) -> None:

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from app.api import body, connection
-from tests.fast.api.connections import connect, connection_address, request
+from tests.fast.api.connections import connect, connection_address, exchange, request
 from tests.fast.api.errors import TEXT
 from tests.fast.api.served import PATIENCE, serving, until
 
@@ -102,8 +102,7 @@ def waiting_for_heads(server):
 
 
 def test_an_answer_may_take_longer_than_a_head(server, background):
-    asked = background.submit(lambda: server.http.post("/v1/completions", json=TEXT))
-    request_id = server.script.see("Submit")["request_id"]
+    asked, request_id = server.begin(background)
     assert waiting_for_heads(server) == []
     server.script.emit(request_id, [2])
     assert asked.result().status_code == 200
@@ -159,36 +158,19 @@ def test_who_closes_one_direction_counts_as_gone(server):
 
 @pytest.mark.parametrize("count", [100, 101])
 def test_a_head_has_a_greatest_number_of_headers(server, count):
-    headers = "".join(f"X-{i}: y\r\n" for i in range(count - 2))
-    answer = exchange(server, f"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{headers}\r\n")
+    headers = b"".join(b"X-%d: y\r\n" % i for i in range(count - 2))
+    answer = exchange(server, b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n%s\r\n" % headers)
     assert answer.startswith(b"HTTP/1.1 200" if count == 100 else b"HTTP/1.1 431")
 
 
-@pytest.mark.parametrize("size", [2**15, 2**20])
-def test_a_head_has_a_greatest_size(server, size):
-    answer = exchange(server, f"GET /live HTTP/1.1\r\nHost: x\r\nX-A: {'y' * size}\r\n\r\n")
+@pytest.mark.parametrize(("size", "end"), [(2**15, b"\r\n\r\n"), (2**20, b"\r\n\r\n"), (200_000, b"")])
+def test_a_head_has_a_greatest_size_and_is_refused_before_it_is_whole(server, size, end):
+    answer = exchange(server, b"GET /live HTTP/1.1\r\nHost: x\r\nX-A: %s%s" % (b"y" * size, end))
     assert answer.startswith(b"HTTP/1.1 431") and b'"code":"headers_too_large"' in answer
 
 
-def test_a_head_that_is_too_large_is_refused_before_it_is_whole(server):
-    answer = exchange(server, f"GET /live HTTP/1.1\r\nHost: x\r\nX-A: {'y' * 200_000}")
-    assert answer.startswith(b"HTTP/1.1 431")
-
-
 def test_what_is_no_http_is_told_so_in_openais_shape(server):
-    head, _, content = exchange(server, "what is this\r\n\r\n").partition(b"\r\n\r\n")
+    head, _, content = exchange(server, b"what is this\r\n\r\n").partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400") and b"application/json" in head
     assert json.loads(content)["error"]["code"] == "invalid_http"
     assert b"\r\nconnection: close" in head.lower()
-
-
-def exchange(server, sent: str) -> bytes:
-    """All that the server answers before it closes the connection."""
-    answer = b""
-    with socket.create_connection(connection_address(server), timeout=PATIENCE) as client:
-        with contextlib.suppress(ConnectionError):
-            client.sendall(sent.encode())
-        with contextlib.suppress(ConnectionError):
-            while part := client.recv(65536):
-                answer += part
-    return answer

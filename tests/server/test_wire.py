@@ -2,27 +2,19 @@
 
 import json
 import logging
-import socket
 
 import pytest
 
 from app.api import body
-from tests.fast.api.served import PATIENCE
+from tests.fast.api.connections import exchange
+from tests.fast.api.errors import TEXT as ASK
+from tests.fast.api.errors import error_of
 
-ASK = {"model": "tiny", "prompt": "hi"}
 
-
-def exchange(server, head: str, sent: dict) -> bytes:
-    """The whole answer to one raw request, whose connection the server or the request itself closes."""
+def raw(head: str, sent: dict) -> bytes:
+    """A request with this head, whose connection the server or the request itself closes."""
     data = json.dumps(sent).encode()
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
-        lines = head.format(length=len(data)).splitlines()
-        connection.sendall("\r\n".join([*lines, "", ""]).encode() + data)
-        answer = b""
-        while part := connection.recv(65536):
-            answer += part
-    return answer
+    return "\r\n".join([*head.format(length=len(data)).splitlines(), "", ""]).encode() + data
 
 
 def test_an_offer_of_h2c_as_javas_client_makes_it_is_passed_over(server):
@@ -31,17 +23,14 @@ def test_an_offer_of_h2c_as_javas_client_makes_it_is_passed_over(server):
         "POST /v1/completions HTTP/1.1\nHost: a\nConnection: Upgrade, HTTP2-Settings, close\nUpgrade: h2c\n"
         "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\nContent-Length: {length}"
     )
-    answer = exchange(server, head, ASK)
+    answer = exchange(server, raw(head, ASK))
     assert answer.startswith(b"HTTP/1.1 200") and b'"text":"fine"' in answer
 
 
 def test_a_stream_to_an_http_1_0_client_is_not_chunked(server):
     server.script.plan([*server.ids("fine"), 2])
-    answer = exchange(
-        server,
-        "POST /v1/completions HTTP/1.0\nContent-Length: {length}\nContent-Type: application/json",
-        ASK | {"stream": True},
-    )
+    head = "POST /v1/completions HTTP/1.0\nContent-Length: {length}\nContent-Type: application/json"
+    answer = exchange(server, raw(head, ASK | {"stream": True}))
     head, _, text = answer.partition(b"\r\n\r\n")
     assert b"chunked" not in head.lower()
     assert text.startswith(b"data: {") and text.endswith(b"data: [DONE]\n\n")
@@ -57,7 +46,7 @@ def test_a_path_cannot_forge_a_line_of_the_log(server, caplog):
 
 def test_a_body_that_does_not_come_is_not_waited_for_forever(server, monkeypatch):
     monkeypatch.setattr(body, "BODY_SECONDS", 0.05)
-    answer = exchange(server, "POST /v1/completions HTTP/1.1\nHost: a\nContent-Length: 5000", ASK)
+    answer = exchange(server, raw("POST /v1/completions HTTP/1.1\nHost: a\nContent-Length: 5000", ASK))
     assert answer.startswith(b"HTTP/1.1 408")
     assert b'"code":"request_timeout"' in answer
 
@@ -98,11 +87,10 @@ def test_arguments_nested_too_deeply_are_a_clear_400(server, depth):
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
 def test_a_part_that_is_no_text_is_told_what_this_model_reads(server, kind):
     part = {"type": kind, kind: {"url": "data:image/png;base64,AA"}}
-    error = server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": [part]}]}).json()[
-        "error"
-    ]
+    body = {"messages": [{"role": "user", "content": [part]}]}
+    error = error_of(server.http.post("/v1/chat/completions", json=body), 400)
     assert error["param"] == "messages.0.content.0.type"
-    assert "images" in error["message"]
+    assert all(word in error["message"] for word in ("images", '"text"', '"thinking"'))
 
 
 def test_more_tokens_than_the_context_has_names_the_field_that_asks(server):

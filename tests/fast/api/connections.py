@@ -1,5 +1,6 @@
 """Raw connections to a server."""
 
+import contextlib
 import json
 import socket
 
@@ -21,3 +22,15 @@ def connect(server, path: str = "/v1/completions", **fields) -> socket.socket:
     connection = socket.create_connection(connection_address(server), timeout=PATIENCE)
     connection.sendall(request(path, **fields))
     return connection
+
+
+def exchange(server, sent: bytes) -> bytes:
+    """All that the server answers before it closes the connection."""
+    answer = b""
+    with socket.create_connection(connection_address(server), timeout=PATIENCE) as client:
+        with contextlib.suppress(ConnectionError):
+            client.sendall(sent)
+        with contextlib.suppress(ConnectionError):
+            while part := client.recv(65536):
+                answer += part
+    return answer

@@ -12,10 +12,10 @@ from tests.fast.api.served import serving, until
 KEYS = ["first-key", "second-key"]
 
 
-def send(server, background, key=None, **fields):
-    """Return a request that is in flight in the engine, and its id there."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    asked = background.submit(lambda: server.http.post("/v1/completions", json=TEXT | fields, headers=headers))
+def send(server, background, key):
+    """Return a request of this key that is in flight in the engine, and its id there."""
+    headers = {"Authorization": f"Bearer {key}"}
+    asked = background.submit(lambda: server.http.post("/v1/completions", json=TEXT, headers=headers))
     return asked, server.script.see("Submit")["request_id"]
 
 
@@ -23,14 +23,14 @@ def send(server, background, key=None, **fields):
 def test_as_many_wait_as_max_queue_says(model_folder, background, max_queue, allowed):
     with serving(model_folder, admission={"max_queue": max_queue}) as server:
         server.ready(max_num_seqs=2)
-        running = [send(server, background) for _ in range(allowed)]
+        running = [server.begin(background) for _ in range(allowed)]
         response = server.http.post("/v1/completions", json=TEXT)
         error = error_of(response, 429)
         assert (error["type"], error["code"]) == ("rate_limit_error", "server_busy")
         assert str(allowed) in error["message"] and int(response.headers["retry-after"]) > 0
         server.script.emit(running[0][1], [2])
         assert running[0][0].result().status_code == 200
-        running.append(send(server, background))
+        running.append(server.begin(background))
         for _, request_id in running[1:]:
             server.script.emit(request_id, [2])
         assert all(asked.result().status_code == 200 for asked, _ in running)
@@ -100,7 +100,7 @@ def test_without_keys_a_client_is_its_address(model_folder, background):
 def test_a_full_server_neither_reads_nor_tokenises_what_it_refuses(model_folder, background, monkeypatch, path, asked):
     with serving(model_folder, admission={"max_queue": 0}) as server:
         server.ready(max_num_seqs=1)
-        running, request_id = send(server, background)
+        running, request_id = server.begin(background)
         monkeypatch.setattr(body, "_parse_json", None)
         monkeypatch.setattr(server.tokenizer, "encode", None)
         assert error_of(server.http.post(path, json=asked), 429)["code"] == "server_busy"

@@ -4,7 +4,6 @@ import pytest
 
 from app.api.generate import seed_of_choice
 from app.api.schemas import MAX_CHOICES
-from tests.fast.api.connections import connect
 from tests.fast.api.errors import error_of
 
 CHAT = ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]})
@@ -212,13 +211,6 @@ def test_a_stream_whose_choice_fails_has_no_end_that_looks_like_one(server, back
     text = running.result().text
     assert '"error"' in text and "[DONE]" not in text and '"finish_reason":"' not in text
     assert server.script.see("Abort")["request_id"] == first
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_ends_all_of_them(server, stream):
-    with connect(server, n=3, stream=stream):
-        asked = {submit["request_id"] for submit in submits(server, 3)}
-    assert {server.script.see("Abort")["request_id"] for _ in asked} == asked
 
 
 def test_choices_that_end_differently_each_say_how(server, background):

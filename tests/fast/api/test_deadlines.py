@@ -75,8 +75,7 @@ def test_a_plain_answer_is_not_cut_short_but_refused(server, background, gate):
 
 
 def test_it_comes_no_later_than_was_said(server, background, gate):
-    asked = background.submit(lambda: server.http.post("/v1/completions", json=TEXT))
-    request_id = server.script.see("Submit")["request_id"]
+    asked, request_id = server.begin(background)
 
     async def left():
         return server.engine._running[request_id].timer.when() - asyncio.get_running_loop().time()

@@ -297,12 +297,7 @@ def test_a_silent_engine_is_bridged_by_comments_that_no_client_sees(own_server, 
     monkeypatch.setattr(stream, "KEEP_ALIVE_SECONDS", 0.02)
     own_server.ready()
 
-    def first() -> str:
-        request_id = own_server.script.see("Submit")["request_id"]
-        own_server.script.emit(request_id, own_server.ids("fine"))
-        return request_id
-
-    started = background.submit(first)
+    started = background.submit(own_server.answer, own_server.ids("fine"))
     received = ""
     with own_server.http.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as response:
         request_id = started.result()

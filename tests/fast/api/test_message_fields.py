@@ -78,11 +78,6 @@ def test_reasoning_that_cannot_be_read_is_refused_by_its_field(server, message, 
     assert refusal(server, messages=[message])["param"] == f"messages.0.{param}"
 
 
-def test_an_unknown_type_of_part_is_told_what_is_read(server):
-    message = refusal(server, messages=[HELLO | {"content": [{"type": "image_url", "image_url": {}}]}])["message"]
-    assert '"text"' in message and '"thinking"' in message
-
-
 def warned(server: Server, messages: list[dict[str, object]], **fields: object) -> list[str]:
     """Return the fields that the answer's warnings name, which are the same whole, streamed and in /tokenize."""
     server.script.plan([2])

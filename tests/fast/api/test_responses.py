@@ -257,14 +257,7 @@ def test_a_required_call_is_the_answer(server, choice, stream):
 
 
 def test_a_step_is_one_delta(server, background):
-    server.script.by_hand()
-
-    def play() -> str:
-        request_id = server.script.see("Submit")["request_id"]
-        server.script.emit(request_id, server.ids("the quick"))
-        return request_id
-
-    playing = background.submit(play)
+    playing = background.submit(server.answer, server.ids("the quick"))
     deltas = []
     with server.openai.responses.create(**ASK, stream=True) as events:
         for event in events:

@@ -342,27 +342,14 @@ def edit(folder: Path, *, drop: str = "", **tensors: torch.Tensor) -> None:
     save_file(kept | {name.replace("__", "."): tensor for name, tensor in tensors.items()}, file)
 
 
-@pytest.mark.parametrize(
-    ("where", "tensor"),
-    [
-        ("target", "model.layers.3.mlp.up_proj.weight"),
-        ("target", "model.norm.weight"),
-        ("target", "lm_head.weight"),
-        ("draft", "fc.weight"),
-        ("draft", "hidden_norm.weight"),
-        ("draft", "layers.1.self_attn.k_norm.weight"),
-    ],
-)
-def test_a_missing_tensor_is_named_with_its_folder(own, where, tensor):
+@pytest.mark.parametrize(("where", "tensor"), [("target", "lm_head.weight"), ("draft", "fc.weight")])
+def test_a_tensor_that_is_missing_or_of_another_shape_is_named_with_its_folder(own, where, tensor):
     folder = getattr(own, where)
     edit(folder, drop=tensor)
-    with pytest.raises(UnsupportedError, match=f"{folder}.*{tensor.removeprefix('model.')} is missing"):
+    with pytest.raises(UnsupportedError, match=f"{folder}.*{tensor} is missing"):
         build(own)
-
-
-def test_a_tensor_of_another_shape_is_named_with_both_shapes(own):
-    edit(own.draft, fc__weight=torch.zeros(32, 96))
-    with pytest.raises(UnsupportedError, match=r"fc\.weight has shape \[32, 96\], the config wants \[32, 64\]"):
+    edit(folder, **{tensor.replace(".", "__"): torch.zeros(3, 96)})
+    with pytest.raises(UnsupportedError, match=rf"{tensor} has shape \[3, 96\], the config wants \["):
         build(own)
 
 

@@ -172,13 +172,6 @@ def test_a_tensor_is_named_with_both_shapes(tmp_path: Path, role: str, change: C
     assert why in str(caught.value) and str(tmp_path / role) in str(caught.value)
 
 
-def test_a_draft_with_tensors_of_a_dialect_that_is_not_run_is_refused_by_name(tmp_path: Path) -> None:
-    pair = made(tmp_path)
-    change_tensors(pair.draft, lambda tensors: tensors.update({"markov_head.w1": tensors["norm.weight"].clone()}))
-    with pytest.raises(UnsupportedError, match=r"draft: tensor markov_head\.w1 is of DSpark"):
-        check(pair)
-
-
 @pytest.mark.parametrize(
     ("field", "sizes"),
     [

@@ -5,7 +5,8 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from app.config.flags import THREE_WAYS, parse_flags, serve_parser
 from app.config.settings import Config, flag_name
 from app.config.sources import SETTINGS, load_config
 from app.config.torch_build import check_torch_build
+from app.engine.checkpoint.files import DEMO
 
 
 @pytest.fixture(autouse=True)
@@ -39,54 +41,39 @@ def refusal(*arguments: str) -> ConfigError:
     return caught.value
 
 
-class Served:
-    """Stand-in for the API server that keeps its arguments."""
-
-    calls: list[tuple[Config, Path, Path | None]]
-
-    def __init__(self) -> None:
-        self.calls = []
-
-    def run(self, config: Config, target: Path, draft: Path | None) -> int:
-        self.calls.append((config, target, draft))
-        return 7
-
-
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> Served:
-    stand_in = Served()
-    module = ModuleType("app.api.process")
-    module.run = stand_in.run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "app.api.process", module)
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, Path | None]]:
+    """Return the targets and drafts that an API server was started with, which a stand-in ends with 7."""
+    calls: list[tuple[Path, Path | None]] = []
+    module = SimpleNamespace(run=lambda config, target, draft: calls.append((target, draft)) or 7)
+    monkeypatch.setitem(sys.modules, "app.api.process", module)  # type: ignore[arg-type]
     monkeypatch.setattr("app.engine.checkpoint.read.check_checkpoints", lambda config: None)
-    return stand_in
+    return calls
 
 
-def test_no_model_means_the_demo_pair(served: Served) -> None:
-    assert cli.main(["serve"]) == 7
-    ((_, target, draft),) = served.calls
-    assert (target.name, draft and draft.name) == ("target", "draft")
-    assert target.parent.name == "checkpoint"
-
-
-def test_no_speculation_serves_without_a_draft(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["serve", "--no-speculation"])
-    assert served.calls[0][2] is None
-    assert "plainly" in capsys.readouterr().err
-
-
-def test_a_target_without_a_draft_decodes_plainly_and_says_so(
-    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "pair", "said"),
+    [
+        ("", (DEMO / "target", DEMO / "draft"), ""),
+        ("--no-speculation", (DEMO / "target", None), "plainly"),
+        ("target", (Path("target"), None), "--draft-model"),
+        ("target --draft-model draft", (Path("target"), Path("draft")), ""),
+    ],
+)
+def test_a_server_gets_the_demo_pair_or_the_folders_it_is_given(
+    arguments: str,
+    pair: tuple[Path, Path | None],
+    said: str,
+    served: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    cli.main(["serve", str(tmp_path)])
-    assert served.calls[0][1:] == (tmp_path, None)
-    assert "--draft-model" in capsys.readouterr().err
-
-
-def test_another_target_takes_the_draft_it_is_given(served: Served, tmp_path: Path) -> None:
-    (tmp_path / "draft").mkdir()
-    cli.main(["serve", str(tmp_path), "--draft-model", str(tmp_path / "draft")])
-    assert served.calls[0][2] == tmp_path / "draft"
+    monkeypatch.chdir(tmp_path)
+    for name in ("target", "draft"):
+        (tmp_path / name).mkdir()
+    assert cli.main(["serve", *arguments.split()]) == 7
+    assert served == [pair] and said in capsys.readouterr().err
 
 
 def test_a_broken_checkpoint_is_named_before_anything_starts(
@@ -226,38 +213,33 @@ def test_a_bare_flag_turns_compilation_on_and_takes_no_model(arguments: str, com
 @pytest.mark.parametrize(
     ("arguments", "heavy", "most"),
     [
-        ("--help", ["pydantic", "asyncio", "torch", "fastapi"], 40),
-        ("serve --help", "torch transformers fastapi uvicorn zmq numpy huggingface_hub tokenizers httpx".split(), 300),
+        ("--help", "pydantic asyncio torch fastapi", 40),
+        ("serve --help", "torch transformers fastapi uvicorn zmq numpy huggingface_hub tokenizers httpx", 300),
+        ("", "torch transformers fastapi huggingface_hub", 1000),
     ],
 )
-def test_help_imports_little(arguments: str, heavy: list[str], most: int) -> None:
-    """Its imports take its time. `python -m tools.lab api --parts start` measures it."""
+def test_help_and_settings_and_checkpoints_import_little(arguments: str, heavy: str, most: int) -> None:
+    """Imports take the time of help. `python -m tools.lab api --parts start` measures it."""
     code = (
         "import contextlib, sys\n"
         "before = set(sys.modules)\n"
         "from app import cli\n"
+        "if not sys.argv[1:]:\n"
+        "    import app.engine.checkpoint.read\n"
+        "    from app.config.flags import parse_flags\n"
+        "    parse_flags(['--port', '1'])\n"
         "with contextlib.suppress(SystemExit):\n"
-        "    cli.main(sys.argv[1:])\n"
+        "    cli.main(sys.argv[1:] or ['--help'])\n"
         "print('imported', *set(sys.modules) - before)\n"
     )
     command = [sys.executable, "-c", code, *arguments.split()]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     shown, _, imported = done.stdout.rpartition("imported ")
     assert shown.startswith("usage: ")
-    assert not set(heavy) & set(imported.split()) and len(imported.split()) <= most
+    assert not set(heavy.split()) & set(imported.split()) and len(imported.split()) <= most
 
 
-def test_settings_and_checkpoints_import_nothing_heavy() -> None:
-    code = (
-        "import sys, app.cli, app.config.flags, app.engine.checkpoint.read;"
-        "app.config.flags.parse_flags(['--port', '1']);"
-        "print([m for m in ('torch', 'transformers', 'fastapi', 'huggingface_hub') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_a_torch_npu_without_cann_cannot_break_imports_of_torch(served: Served) -> None:
+def test_a_torch_npu_without_cann_cannot_break_imports_of_torch(served: list[Any]) -> None:
     os.environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
     cli.main(["serve"])
     assert os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"
@@ -280,11 +262,8 @@ def test_a_cuda_build_of_torch_beside_torch_npu_is_reported_by_name(site: Path) 
     with pytest.raises(ConfigError, match=r"torch 2\.10\.0\+cu128 is a CUDA 12\.8 build") as caught:
         check_torch_build("npu:0")
     assert "torch==2.10.0" in caught.value.hint
-
-
-def test_a_cuda_build_of_torch_is_harmless_where_no_npu_is_asked_for(site: Path) -> None:
-    for device in ("cpu", "cuda", "auto"):
-        check_torch_build(device)
+    for harmless in ("cpu", "cuda", "auto"):
+        check_torch_build(harmless)
 
 
 def test_a_cpu_build_of_torch_serves_an_npu(site: Path) -> None:

@@ -77,23 +77,22 @@ def test_an_unknown_environment_variable_names_the_nearest(field: str, monkeypat
     assert error.hint in ("did you mean DFLASH_MODEL?", "did you mean DFLASH_PORT?")
 
 
-def test_an_unknown_yaml_key_names_the_nearest_and_the_file(tmp_path: Path) -> None:
-    error = refusal(yaml_file(tmp_path, "max_num_seq: 4"))
-    assert "max_num_seq" in str(error) and "server.yaml" in str(error)
-    assert error.hint == "did you mean max_num_seqs?"
-
-
-def test_a_peers_name_in_yaml_is_answered_with_ours(tmp_path: Path) -> None:
-    assert refusal(yaml_file(tmp_path, "gpu-memory-utilization: 0.9")).hint == "it is memory_utilization here"
-
-
-@pytest.mark.parametrize(("text", "why"), [("- a\n- b", "mapping"), ("a: [", "not YAML"), (None, "cannot be read")])
-def test_a_yaml_file_that_cannot_be_used_is_named(tmp_path: Path, text: str | None, why: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "why", "hint"),
+    [
+        ("- a\n- b", "mapping", ""),
+        ("a: [", "not YAML", ""),
+        (None, "cannot be read", ""),
+        ("max_num_seq: 4", "max_num_seq", "did you mean max_num_seqs?"),
+        ("gpu-memory-utilization: 0.9", "gpu-memory-utilization", "it is memory_utilization here"),
+    ],
+)
+def test_a_yaml_file_that_cannot_be_used_is_named(tmp_path: Path, text: str | None, why: str, hint: str) -> None:
     said = yaml_file(tmp_path, text or "")
     if text is None:
         Path(said.value).unlink()
     error = refusal(said)
-    assert why in str(error) and "server.yaml" in str(error)
+    assert why in str(error) and "server.yaml" in str(error) and hint in error.hint
 
 
 def test_variables_that_kubernetes_sets_for_a_service_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,13 +125,14 @@ def test_a_bad_value_is_told_with_the_name_it_was_given_under(tmp_path: Path, mo
     ],
     ids=["vllm-ascend", "vllm", "vllm with draft_tensor_parallel_size"],
 )
-def test_a_peers_speculative_config_starts_as_it_stands(text: str) -> None:
-    config = load_config([flag("speculative_config", text)])
+def test_a_peers_speculative_config_starts_as_it_stands_or_as_a_mapping_in_yaml(tmp_path: Path, text: str) -> None:
     said = json.loads(text)
-    assert config.draft_model == "draft"
-    assert config.num_speculative_tokens == said["num_speculative_tokens"]
-    assert config.engine.draft_enforce_eager == said.get("enforce_eager", False)
-    assert not config.engine.enforce_eager
+    for setting in (flag("speculative_config", text), yaml_file(tmp_path, f"speculative_config: {text}")):
+        config = load_config([setting])
+        assert config.draft_model == "draft"
+        assert config.num_speculative_tokens == said["num_speculative_tokens"]
+        assert config.engine.draft_enforce_eager == said.get("enforce_eager", False)
+        assert not config.engine.enforce_eager
 
 
 @pytest.mark.parametrize(
@@ -148,11 +148,6 @@ def test_a_peers_speculative_config_starts_as_it_stands(text: str) -> None:
 def test_what_a_speculative_config_may_not_say_is_refused_by_name(text: str, named: str) -> None:
     error = refusal(flag("speculative_config", text))
     assert named in str(error) and "--speculative-config" in str(error)
-
-
-def test_a_speculative_config_may_be_a_mapping_in_yaml(tmp_path: Path) -> None:
-    config = load_config([yaml_file(tmp_path, f"speculative_config: {VLLM_CONFIG}")])
-    assert (config.draft_model, config.num_speculative_tokens) == ("draft", 15)
 
 
 def test_saying_a_thing_twice_with_different_values_is_an_error_naming_both() -> None:
@@ -237,6 +232,9 @@ def test_a_device_may_carry_an_index(device: str) -> None:
         ("step_timeout", "0", "greater than 0"),
         ("metrics_prefix", "a b", "pattern"),
         ("model", "", "at least 1 character"),
+        ("tool_call_parser", "mistral", "'qwen3'"),
+        ("reasoning_parser", "llama3_json", "--reasoning-parser"),
+        *(("root_path", path, "--root-path") for path in ("llm", "/", "/llm/", "//llm", "/l m", "https://x/llm")),
     ],
 )
 def test_a_refused_value_says_what_is_allowed(field: str, value: str, why: str) -> None:
@@ -250,31 +248,46 @@ def test_the_peer_table_names_only_settings_that_exist() -> None:
     assert page_size.note == "tokens of a KV page, not the DFlash block"
 
 
-def test_keys_come_from_flags_words_json_and_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load_config().api_keys() == []
-    assert load_config([flag("api_key", ["a", "b"])]).api_keys() == ["a", "b"]
-    assert load_config([flag("api_key", ['["a", "b"]'])]).api_keys() == ["a", "b"]
-    assert load_config([yaml_file(tmp_path, "api_key: [a, b]")]).api_keys() == ["a", "b"]
+@pytest.mark.parametrize(
+    ("given", "keys"),
+    [
+        (["a", "b"], ["a", "b"]),
+        (['["a", "b"]'], ["a", "b"]),
+        (["correct horse"], ["correct horse"]),
+        (['["correct horse"]'], ["correct horse"]),
+    ],
+    ids=str,
+)
+def test_keys_come_from_flags_words_json_and_yaml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], keys: list[str]
+) -> None:
+    assert load_config().api_keys() == load_config().admin_key == []
     monkeypatch.setenv("DFLASH_API_KEY", "a b")
-    assert load_config().api_keys() == ["a", "b"]
-    assert load_config([flag("api_key", ["c"])]).api_keys() == ["c"]
+    monkeypatch.setenv("DFLASH_ADMIN_KEY", "a b")
+    config = load_config()
+    assert config.api_keys() == config.admin_key == ["a", "b"]
+    config = load_config([flag("api_key", given), flag("admin_key", given)])
+    assert config.api_keys() == config.admin_key == keys
+    monkeypatch.delenv("DFLASH_API_KEY")
+    monkeypatch.delenv("DFLASH_ADMIN_KEY")
+    config = load_config([yaml_file(tmp_path, f"api_key: {json.dumps(given)}\nadmin_key: {json.dumps(given)}")])
+    assert config.api_keys() == config.admin_key == keys
 
 
-@pytest.mark.parametrize("value", ["correct horse", '["correct horse"]'])
-def test_a_key_with_a_space_is_one_key_and_not_two_shorter_ones(value: str) -> None:
-    assert load_config([flag("api_key", [value])]).api_keys() == ["correct horse"]
+def test_keys_are_in_no_representation_of_the_settings_and_in_no_mistake(tmp_path: Path) -> None:
+    config = load_config([flag("api_key", ["secret-key"]), flag("admin_key", ["secret-key"])])
+    assert "secret-key" not in repr(config) + str(config) + repr(list(config.__repr_args__()))
+    for field in ("api_key", "admin_key"):
+        error = refusal(yaml_file(tmp_path, f"{field}: [secret-key, 12345]"))
+        assert "secret-key" not in str(error) and "12345" not in str(error)
 
 
-def test_a_file_adds_its_keys_one_a_line(tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("\n  first \n\nsecond\r\n", encoding="utf-8")
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_a_file_adds_its_keys_one_a_line(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "keys").write_text("\n  first \n\nsecond\r\n", encoding=encoding)
     said = flag("api_key_file", str(tmp_path / "keys"))
     assert load_config([said]).api_keys() == ["first", "second"]
     assert load_config([said, flag("api_key", ["given"])]).api_keys() == ["given", "first", "second"]
-
-
-def test_a_key_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("first\n", encoding="utf-8-sig")
-    assert load_config([flag("api_key_file", str(tmp_path / "keys"))]).api_keys() == ["first"]
 
 
 @pytest.mark.parametrize("content", [None, b"", b" \n\n", b"\xff\xfe\x00"])
@@ -294,24 +307,6 @@ def test_a_key_that_is_asked_for_and_empty_is_refused_and_never_means_no_keys(va
         assert flag_name(field) in str(refusal(flag(field, value)))
 
 
-def test_keys_are_in_no_representation_of_the_settings(tmp_path: Path) -> None:
-    config = load_config([flag("api_key", ["secret-key"]), flag("admin_key", ["secret-key"])])
-    assert "secret-key" not in repr(config) and "secret-key" not in str(config)
-    assert "secret-key" not in repr(list(config.__repr_args__()))
-
-
-def test_a_mistake_in_the_keys_does_not_print_them(tmp_path: Path) -> None:
-    for field in ("api_key", "admin_key"):
-        error = refusal(yaml_file(tmp_path, f"{field}: [secret-key, 12345]"))
-        assert "secret-key" not in str(error) and "12345" not in str(error)
-
-
-def test_admin_keys_are_a_list_in_flags_and_words_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load_config([flag("admin_key", ["a b", "c"])]).admin_key == ["a b", "c"]
-    monkeypatch.setenv("DFLASH_ADMIN_KEY", "a b")
-    assert load_config().admin_key == ["a", "b"]
-
-
 def test_template_defaults_are_json_or_a_mapping_in_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = {"enable_thinking": False}
     assert (
@@ -328,34 +323,24 @@ def test_template_defaults_that_are_no_object_are_refused(text: str) -> None:
     assert "--default-chat-template-kwargs" in str(refusal(flag("default_chat_template_kwargs", text)))
 
 
-@pytest.mark.parametrize("field", ["reasoning_parser", "tool_call_parser"])
 @pytest.mark.parametrize(
-    ("said", "parser"),
-    [("qwen3", "qwen3"), ("Qwen3", "qwen3"), ("hermes", "qwen3"), ("deepseek_r1", "qwen3"), ("none", "none")],
+    ("field", "said", "parser"),
+    [
+        *(
+            (field, said, "none" if said == "none" else "qwen3")
+            for field in ("reasoning_parser", "tool_call_parser")
+            for said in ("qwen3", "Qwen3", "hermes", "deepseek_r1", "none")
+        ),
+        *(("tool_call_parser", said, "llama3_json") for said in ("llama3_json", "llama3", "Llama4_JSON")),
+    ],
 )
 def test_parsers_may_be_named_as_peers_name_them(field: str, said: str, parser: str) -> None:
     assert getattr(load_config([flag(field, said)]), field) == parser
 
 
-@pytest.mark.parametrize("said", ["llama3_json", "llama3", "Llama4_JSON"])
-def test_llamas_tool_calls_have_a_parser_too(said: str) -> None:
-    assert load_config([flag("tool_call_parser", said)]).tool_call_parser == "llama3_json"
-    assert "--reasoning-parser" in str(refusal(flag("reasoning_parser", said)))
-
-
-def test_a_parser_that_is_not_here_is_refused_with_those_that_are() -> None:
-    error = refusal(flag("tool_call_parser", "mistral"))
-    assert "mistral" in str(error) and "'qwen3'" in str(error)
-
-
 @pytest.mark.parametrize("path", ["", "/llm", "/llm/v2"])
 def test_a_root_path_begins_with_a_slash_and_does_not_end_with_one(path: str) -> None:
     assert load_config([flag("root_path", path)]).root_path == path
-
-
-@pytest.mark.parametrize("path", ["llm", "/", "/llm/", "//llm", "/l m", "https://x/llm"])
-def test_what_is_no_root_path_is_refused(path: str) -> None:
-    assert "--root-path" in str(refusal(flag("root_path", path)))
 
 
 def test_origins_are_words_or_a_list(tmp_path: Path) -> None:

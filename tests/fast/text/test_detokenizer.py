@@ -112,6 +112,15 @@ def test_stop_string_spanning_two_tokens_is_cut_exactly(backend):
     assert (detokenizer.finish_reason, detokenizer.num_tokens) == ("stop", 2)
 
 
+@pytest.mark.parametrize(
+    ("stop", "shown", "found"), [(["bc", "b"], "a", "b"), (["b", "ab"], "", "ab"), (["c", "abc", "bc"], "", "abc")]
+)
+def test_of_stop_strings_in_one_token_the_first_to_end_wins_and_then_the_longest(backend, stop, shown, found):
+    detokenizer = Detokenizer(backend, stop)
+    assert detokenizer.push([backend.token_to_id("abc")]) == shown
+    assert detokenizer.stop_string == found
+
+
 def test_stop_string_behind_the_eos_of_the_same_run_does_not_win(backend):
     detokenizer = Detokenizer(backend, [EOS, "bb"])
     text = detokenizer.push([backend.token_to_id("a"), backend.token_to_id("b"), backend.token_to_id(EOS)], "stop")
