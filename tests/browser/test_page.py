@@ -56,6 +56,13 @@ def wait_done(tab: Tab) -> None:
     tab.until("document.querySelector('#status').textContent.startsWith('Done')")
 
 
+def go(tab: Tab, server: Server, *texts: str) -> None:
+    """Plan these steps, ask, and wait for the whole answer."""
+    plan(server, *texts)
+    ask(tab, "go")
+    wait_done(tab)
+
+
 def text(tab: Tab, selector: str) -> str:
     return tab.run(f"document.querySelector({selector!r}).textContent")
 
@@ -87,9 +94,7 @@ def test_prompt_and_enter_show_the_answer_whole(page, server):
 
 
 def test_tokens_of_one_step_share_a_colour_and_the_next_step_has_another(page, server):
-    plan(server, "the", " fox", " jumps")
-    ask(page, "go")
-    wait_done(page)
+    go(page, server, "the", " fox", " jumps")
     assert texts(page, ".step") == ["the", " fox", " jumps"]
     assert len(set(colours(page))) == 3
     assert all(re.fullmatch(r"rgb\(.*\)", colour) for colour in colours(page))
@@ -98,9 +103,7 @@ def test_tokens_of_one_step_share_a_colour_and_the_next_step_has_another(page, s
 
 
 def test_bonus_token_is_marked(page, server):
-    plan(server, "abcd", "ef")
-    ask(page, "go")
-    wait_done(page)
+    go(page, server, "abcd", "ef")
     assert texts(page, ".step:first-child .bonus") == ["d"]
     border = "getComputedStyle(document.querySelector({!r})).borderBottomWidth"
     assert page.run(border.format(".step .bonus")) == "2px"
@@ -108,9 +111,7 @@ def test_bonus_token_is_marked(page, server):
 
 
 def test_steps_tell_about_themselves_to_the_mouse_and_to_the_keyboard(page, server):
-    plan(server, "abcd", "ef")
-    ask(page, "go")
-    wait_done(page)
+    go(page, server, "abcd", "ef")
     x, y = page.run("(({ x, y }) => [x + 3, y + 3])(document.querySelector('.step').getBoundingClientRect())")
     page.command("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
     page.until("!document.querySelector('#tip').hidden")
@@ -142,8 +143,7 @@ def test_figures_are_unknown_until_the_first_token(page, server):
 
 def test_figures_and_text_come_while_the_answer_runs(page, server):
     ask(page, "go")
-    request_id = server.script.see("Submit")["request_id"]
-    server.script.emit(request_id, server.bytes("abc"))
+    request_id = server.answer(server.bytes("abc"))
     page.until("document.querySelector('#length').textContent === '3.00'")
     assert text(page, "#rate") == "-"  # All there is came at once.
     server.script.emit(request_id, server.bytes("defgh"))
@@ -213,8 +213,7 @@ def test_settings_reach_the_engine(page, server):
 
 def test_escape_stops_the_answer_and_the_engine(page, server):
     ask(page, "go")
-    request_id = server.script.see("Submit")["request_id"]
-    server.script.emit(request_id, server.bytes("so far"))
+    request_id = server.answer(server.bytes("so far"))
     page.until(f"document.querySelector('{ANSWER}').textContent === 'so far'")
     page.press("Escape")
     assert server.script.see("Abort")["request_id"] == request_id
@@ -242,8 +241,7 @@ def test_refusal_is_shown_with_its_param_and_the_prompt_comes_back(page, server)
 
 def test_answer_that_breaks_off_says_why(page, server):
     ask(page, "go")
-    request_id = server.script.see("Submit")["request_id"]
-    server.script.emit(request_id, server.bytes("half"))
+    request_id = server.answer(server.bytes("half"))
     page.until(f"document.querySelector('{ANSWER}').textContent === 'half'")
     server.script.emit(request_id, [], finish="error", error="out of luck")
     page.until("document.querySelector('.error')")
@@ -275,9 +273,7 @@ def test_reasoning_is_shown_apart_from_the_answer_and_both_in_steps(tab, model_f
 
 
 def test_nothing_is_fetched_from_any_other_origin(page, server):
-    plan(server, "fine")
-    ask(page, "go")
-    wait_done(page)
+    go(page, server, "fine")
     fetched = [url.removeprefix(server.url) for url in page.requests if not url.startswith("data:")]
     assert fetched == ["/", "/ready", "/v1/models", "/v1/chat/completions"]
 
@@ -313,9 +309,7 @@ def is_shown(tab: Tab, selector: str) -> bool:
 
 def test_on_a_phone_figures_and_legend_are_folded_and_the_answer_has_480_pixels(page, server):
     page.resize(375, 740)
-    plan(server, *["a\n" * 10] * 10)
-    ask(page, "go")
-    wait_done(page)
+    go(page, server, *["a\n" * 10] * 10)
     page.until("document.querySelector('#log').scrollTop > 0")
     top, bottom = page.run(
         "(([answer, log]) => [Math.max(answer.top, log.top), Math.min(answer.bottom, log.bottom)])"
@@ -334,9 +328,7 @@ def test_on_a_phone_figures_and_legend_are_folded_and_the_answer_has_480_pixels(
 
 def test_verify_step_is_explained_before_the_first_answer_and_beside_the_figures(page, server):
     assert "verify step" in text(page, "#welcome")
-    plan(server, "abcd", "ef")
-    ask(page, "go")
-    wait_done(page)
+    go(page, server, "abcd", "ef")
     assert "tokens a verify step" in text(page, ".meta")
     assert "verify step one pass of the model" in text(page, ".legend")
 

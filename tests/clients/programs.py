@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 Texts = list[str]
@@ -51,14 +52,18 @@ def openai_chat(url: str, model: str, question: str) -> Texts:
 
 
 def openai_chat_loop(url: str, model: str, question: str) -> str:
-    create = openai_client(url).chat.completions.create
-    tools = [{"type": "function", "function": WEATHER | {"strict": True}}]
+    return tool_loop(partial(openai_client(url).chat.completions.create, model=model), question, strict=True)
+
+
+def tool_loop(create: Callable[..., Any], question: str, **more: Any) -> str:
+    """Call the tool for as long as the model wants it, and return its last words."""
+    tools = [{"type": "function", "function": WEATHER | more}]
     messages: list[Any] = [{"role": "user", "content": question}]
     while True:
-        message = create(model=model, messages=messages, tools=tools).choices[0].message
+        message = create(messages=messages, tools=tools).choices[0].message
         if not message.tool_calls:
             return str(message.content)
-        messages.append(message)
+        messages.append(message.model_dump())
         for call in message.tool_calls:
             told = get_weather(**json.loads(call.function.arguments))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": told})
@@ -259,14 +264,9 @@ def litellm(url: str, model: str, question: str) -> Texts:
     messages = [{"role": "user", "content": question}]
     texts = []
     for provider in ("openai", "hosted_vllm"):
-        options: dict[str, Any] = {
-            "model": f"{provider}/{model}",
-            "api_base": url,
-            "api_key": "none",
-            "messages": messages,
-        }
-        texts.append(litellm.completion(**options).choices[0].message.content)
-        chunks = litellm.completion(**options, stream=True)
+        ask = partial(litellm.completion, f"{provider}/{model}", messages, api_base=url, api_key="none")
+        texts.append(ask().choices[0].message.content)
+        chunks = ask(stream=True)
         texts.append("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
     return texts
 
@@ -274,16 +274,8 @@ def litellm(url: str, model: str, question: str) -> Texts:
 def litellm_loop(url: str, model: str, question: str) -> str:
     import litellm
 
-    messages: list[Any] = [{"role": "user", "content": question}]
-    options = {"api_base": url, "api_key": "none", "tools": [{"type": "function", "function": WEATHER}]}
-    while True:
-        message = litellm.completion(f"openai/{model}", messages=messages, **options).choices[0].message
-        if not message.tool_calls:
-            return str(message.content)
-        messages.append(message.model_dump())
-        for call in message.tool_calls:
-            told = get_weather(**json.loads(call.function.arguments))
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": told})
+    create = partial(litellm.completion, f"openai/{model}", api_base=url, api_key="none")
+    return tool_loop(create, question)
 
 
 def autogen_agent(url: str, model: str, **options: Any) -> Any:

@@ -21,7 +21,7 @@ from app.api.process import run
 from app.config.settings import Config
 connection.HEAD_SECONDS = process._GRACEFUL_SECONDS = supervisor.DEATHS_WINDOW_SECONDS = {PATIENCE}
 port, shutdown_timeout, step_timeout, folder, *engine = sys.argv[1:]
-config = Config(model="tiny", port=port, shutdown_timeout=shutdown_timeout, step_timeout=step_timeout, SETTINGS)
+config = Config.of(model="tiny", port=port, shutdown_timeout=shutdown_timeout, step_timeout=step_timeout, SETTINGS)
 sys.exit(run(config, Path(folder), None, engine))
 """
 ASK = {"prompt": "hi"}

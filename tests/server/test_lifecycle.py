@@ -62,9 +62,7 @@ def test_a_second_signal_forces_the_end(process, script, background):
 
 
 def test_for_the_drain_delay_ready_says_503_and_requests_are_taken(script, model_folder, background):
-    with Process(
-        script, model_folder, main=MAIN.replace("Config(", f"Config(drain_delay={10 * PATIENCE}, ")
-    ) as process:
+    with Process(script, model_folder, settings=f"drain_delay={10 * PATIENCE}") as process:
         url = process.ready()
         process.popen.send_signal(signal.SIGTERM)
         process.read_until("leaving: ")
@@ -86,9 +84,7 @@ def test_after_the_drain_delay_the_server_drains(script, model_folder, backgroun
 
 
 def test_a_loading_server_has_no_drain_delay(script, model_folder):
-    with Process(
-        script, model_folder, main=MAIN.replace("Config(", f"Config(drain_delay={10 * PATIENCE}, ")
-    ) as process:
+    with Process(script, model_folder, settings=f"drain_delay={10 * PATIENCE}") as process:
         process.read_url()
         script.see("started")
         process.popen.send_signal(signal.SIGTERM)
@@ -269,3 +265,21 @@ def test_the_settings_of_the_door_reach_it(script, model_folder, of_one, most):
         refused = httpx.post(f"{url}/v1/completions", json=ASK | {"n": 5}, timeout=PATIENCE).json()
         assert f"at most {most} may come" in refused["error"]["message"]
         assert httpx.post(f"{url}/v1/completions", json=ASK | {"n": most}, timeout=PATIENCE).status_code == 504
+
+
+def test_no_key_is_told_to_the_engine_or_to_the_log(script, model_folder, tmp_path):
+    (tmp_path / "keys").write_text("filed-key\n")
+    keys = ("given-key", "filed-key", "admin-key")
+    file = f"__import__('pathlib').Path({str(tmp_path / 'keys')!r})"
+    settings = f"api_key=['given-key'], admin_key=['admin-key'], api_key_file={file}, log_level='debug'"
+    with Process(script, model_folder, settings=settings) as process:
+        url = process.read_url()
+        started = json.dumps(script.see("started"))
+        assert httpx.get(f"{url}/v1/models", timeout=PATIENCE).status_code == 401
+        for key in keys:
+            headers = {"Authorization": f"Bearer {key}"}
+            assert httpx.get(f"{url}/v1/models", headers=headers, timeout=PATIENCE).status_code == 200
+        process.popen.terminate()
+        process.wait()
+        log = (script.folder / "log").read_text()
+    assert "401" in log and not [key for key in keys if key in log + started]

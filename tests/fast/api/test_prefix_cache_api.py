@@ -1,13 +1,14 @@
 """The API counts hits of the prefix cache, and only the right keys flush it."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.fast.api.served import Server, serving
+from tests.fast.api.served import Server, serving_ready
 
 CHAT = ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "hello world"}]})
 TEXT = ("/v1/completions", {"model": "tiny", "prompt": "hello world"})
@@ -23,17 +24,8 @@ def guarded(model_folder: Path) -> Iterator[dict[str, Server]]:
         "admin": {"admin_key": ["root", "toor"]},
         "both": {"api_key": ["user"], "admin_key": ["root"], "root_path": "/llm"},
     }
-    servers = {}
-    managers = {name: serving(model_folder, **options) for name, options in keys.items()}
-    try:
-        for name, manager in managers.items():
-            servers[name] = manager.__enter__()
-            servers[name].script.ready()
-            servers[name].reach("ready")
-        yield servers
-    finally:
-        for name in servers:
-            managers[name].__exit__(None, None, None)
+    with contextlib.ExitStack() as stack:
+        yield {name: stack.enter_context(serving_ready(model_folder, **options)) for name, options in keys.items()}
 
 
 def bearer(key):

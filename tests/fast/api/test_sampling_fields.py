@@ -7,7 +7,8 @@ import openai
 import pytest
 
 from app.api.schemas import MAX_BIASES, MAX_SALT_LENGTH
-from tests.fast.api.served import serving
+from tests.fast.api.errors import error_of
+from tests.fast.api.served import serving_ready
 
 CHAT = ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]})
 TEXT = ("/v1/completions", {"model": "tiny", "prompt": "hi"})
@@ -76,12 +77,7 @@ WRONG_BIASES = [
 
 
 def refusal(server, path, body):
-    """The error of a 400."""
-    response = server.http.post(path, json=body)
-    assert response.status_code == 400, response.text
-    error = response.json()["error"]
-    assert error["type"] == "invalid_request_error"
-    return error
+    return error_of(server.http.post(path, json=body), 400)
 
 
 def submitted(server, path, body):
@@ -203,16 +199,9 @@ def test_min_tokens_above_what_is_made_at_most_is_refused_and_nothing_is_sent(se
 def test_no_stop_string_is_complete_before_min_tokens(server, stream, min_tokens, expected, width):
     ids = server.bytes("END and END and")
     server.script.plan(*[ids[i : i + width] for i in range(0, len(ids), width)])
-    response = server.http.post(
-        TEXT[0],
-        json=TEXT[1] | {"min_tokens": min_tokens, "max_tokens": 15, "stop": ["END", "nd"], "stream": stream},
-    )
-    if stream:
-        events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
-        text = "".join(event["choices"][0]["text"] for event in events)
-    else:
-        text = response.json()["choices"][0]["text"]
-    assert text == expected
+    body = TEXT[1] | {"min_tokens": min_tokens, "max_tokens": 15, "stop": ["END", "nd"]}
+    answers = server.chunks(TEXT[0], body) if stream else [server.http.post(TEXT[0], json=body).json()]
+    assert "".join(event["choices"][0]["text"] for event in answers) == expected
 
 
 @pytest.fixture
@@ -221,9 +210,7 @@ def recommending(model_folder, tmp_path):
     folder = shutil.copytree(model_folder, tmp_path / "model")
     recommended = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.02, "repetition_penalty": 1.05}
     (folder / "generation_config.json").write_text(json.dumps(recommended | {"eos_token_id": 2}))
-    with serving(folder) as server:
-        server.ready()
-        server.script.plan([2])
+    with serving_ready(folder) as server:
         yield server, recommended
 
 

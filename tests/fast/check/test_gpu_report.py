@@ -39,18 +39,9 @@ from tools.report.roofline import H200
 from tools.report.runner import Program
 from tools.report.sections import SECTIONS
 
-NOT_ON_A_BARE_IMAGE = [
-    "msgspec",
-    "zmq",
-    "pydantic",
-    "fastapi",
-    "prometheus_client",
-    "rich",
-    "httpx",
-    "transformers",
-    "tokenizers",
-    "huggingface_hub",
-]
+NOT_ON_A_BARE_IMAGE = (
+    "msgspec zmq pydantic fastapi prometheus_client rich httpx transformers tokenizers huggingface_hub".split()
+)
 
 
 @pytest.fixture(scope="module")

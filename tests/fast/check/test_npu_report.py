@@ -155,6 +155,26 @@ def times() -> dict[str, float]:
     return {"median_ms": n(), "p90_ms": n()}
 
 
+def section(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"seconds": n(), "parts": list(parts)}
+
+
+CASES = [
+    {"shape": "a|b", "absolute": n(), "relative": n(), "tolerance": n(), "passed": True},
+    {"shape": "c", "absolute": None, "relative": None, "tolerance": n(), "passed": False},
+]
+AGAINST_CPU: dict[str, Any] = {
+    "found": "22 of 24 texts are the same, acceptance length 3.1, on the CPU 3.2",
+    "cases": [{"prompt": 3, "token": 37, "gap": n()}],
+    "acceptance_length": {"device": n(), "CPU float32": n(), "CPU bfloat16": n()},
+    "of_same_texts": {"device": n(), "CPU float32": n()},
+    "prompts": 24,
+    "tokens": 999,
+    "identical": 22,
+    "identical_to_bfloat16": 21,
+}
+GRAPHS = {"found": "24 of 24 texts are the same", "prompts": 24, "identical": 24, "cases": []}
+STEP = {"step": times(), "launch": times(), "read": times(), "steps": 60, "found": "12.3 ms"}
 FULL: dict[str, Any] = {
     "report": "npu-report",
     "server": "v",
@@ -163,77 +183,21 @@ FULL: dict[str, Any] = {
     "failed": 2,
     "sections": {
         "host": {"parts": [part("chip", result={"found": "Ascend910B3", "hint": ""})]},
-        "operators": {
-            "seconds": n(),
-            "parts": [
-                part(
-                    "rope",
-                    "failed",
-                    result={
-                        "cases": [
-                            {"shape": "a|b", "absolute": n(), "relative": n(), "tolerance": n(), "passed": True},
-                            {"shape": "c", "absolute": None, "relative": None, "tolerance": n(), "passed": False},
-                        ]
-                    },
-                ),
-                part("linear", "failed", error={"says": "RuntimeError: no", "meaning": "m", "traceback": "t"}),
-            ],
-        },
-        "open_points": {
-            "seconds": n(),
-            "parts": [part("float16", result={"tried": "float16", "found": "It is right."})],
-        },
-        "engine": {
-            "seconds": n(),
-            "parts": [
-                part(
-                    "eager against the CPU",
-                    result={
-                        "found": "22 of 24 texts are the same, acceptance length 3.1, on the CPU 3.2",
-                        "prompts": 24,
-                        "tokens": 999,
-                        "identical": 22,
-                        "identical_to_bfloat16": 21,
-                        "cases": [{"prompt": 3, "token": 37, "gap": n()}],
-                        "acceptance_length": {"device": n(), "CPU float32": n(), "CPU bfloat16": n()},
-                        "of_same_texts": {"device": n(), "CPU float32": n()},
-                    },
-                ),
-                part(
-                    "graphs against eager",
-                    result={
-                        "found": "24 of 24 texts are the same",
-                        "prompts": 24,
-                        "identical": 24,
-                        "cases": [],
-                        "same_acceptance_in_every_step": True,
-                    },
-                ),
-            ],
-        },
-        "step": {
-            "seconds": n(),
-            "parts": [
-                part(
-                    "eager, 4 sequences",
-                    result={
-                        "step": times(),
-                        "launch": times(),
-                        "read": times(),
-                        "steps": 60,
-                        "found": "12.3 ms",
-                    },
-                )
-            ],
-        },
-        "roofline": {
-            "seconds": n(),
-            "parts": [
-                part("figures", result={"chip": "Ascend910B3", "GB_s": n(), "source": "assumed"}),
-                part("copy", result={"GB_s": n(), "share": n()}),
-                part("matmul", result={"cases": [{"rows": 1, "weights_GB_s": n(), "TFLOP_s": n()}]}),
-            ],
-        },
+        "operators": section(
+            part("rope", "failed", result={"cases": CASES}),
+            part("linear", "failed", error={"says": "RuntimeError: no", "meaning": "m", "traceback": "t"}),
+        ),
+        "open_points": section(part("float16", result={"tried": "float16", "found": "It is right."})),
+        "engine": section(
+            part("eager against the CPU", result=AGAINST_CPU),
+            part("graphs against eager", result=GRAPHS | {"same_acceptance_in_every_step": True}),
+        ),
+        "step": section(part("eager, 4 sequences", result=STEP)),
+        "roofline": section(
+            part("figures", result={"chip": "Ascend910B3", "GB_s": n(), "source": "assumed"}),
+            part("copy", result={"GB_s": n(), "share": n()}),
+            part("matmul", result={"cases": [{"rows": 1, "weights_GB_s": n(), "TFLOP_s": n()}]}),
+        ),
     },
 }
 

@@ -18,6 +18,7 @@ from app.config.error import ConfigError
 from app.engine.cuda import host_probes
 from app.engine.device.probe import Finding, failed, ok, warning
 from tests import ROOT
+from tests.costs import fast_ones
 from tools.lab.random_weights import NAMES
 from tools.report import command, runner, triton_cache
 from tools.report.runner import Program
@@ -209,7 +210,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(
     assert "full: No space left on device\nhint: give a folder that this user may write to, on a disk with room" in told
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+@pytest.mark.parametrize("name", fast_ones(["SIGTERM", "SIGHUP", "SIGINT"], ("SIGTERM",)))
 def test_a_report_that_is_ended_leaves_no_process_on_the_device(tmp_path: Path, name: str) -> None:
     program = (
         "import sys\nfrom pathlib import Path\nfrom tools.report import runner\n"

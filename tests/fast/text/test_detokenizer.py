@@ -105,13 +105,6 @@ def test_bytes_that_are_no_text_read_as_the_tokenizer_reads_them_whole(backend, 
     assert "".join(shown) == backend.decode(ids)
 
 
-def test_stop_string_spanning_two_tokens_is_cut_exactly(backend):
-    detokenizer = Detokenizer(backend, ["bca"])
-    assert detokenizer.push([backend.token_to_id("ab")]) == "a"
-    assert detokenizer.push([backend.token_to_id("cab"), backend.token_to_id("c")]) == ""
-    assert (detokenizer.finish_reason, detokenizer.num_tokens) == ("stop", 2)
-
-
 @pytest.mark.parametrize(
     ("stop", "shown", "found"), [(["bc", "b"], "a", "b"), (["b", "ab"], "", "ab"), (["c", "abc", "bc"], "", "abc")]
 )
@@ -119,6 +112,14 @@ def test_of_stop_strings_in_one_token_the_first_to_end_wins_and_then_the_longest
     detokenizer = Detokenizer(backend, stop)
     assert detokenizer.push([backend.token_to_id("abc")]) == shown
     assert detokenizer.stop_string == found
+
+
+@pytest.mark.parametrize(("include_stop", "shown"), [(False, ""), (True, "bca")])
+def test_a_stop_string_spanning_two_tokens_is_cut_or_kept_exactly(backend, include_stop, shown):
+    detokenizer = Detokenizer(backend, ["bca"], include_stop=include_stop)
+    assert detokenizer.push([backend.token_to_id("ab")]) == "a"
+    assert detokenizer.push([backend.token_to_id("cab"), backend.token_to_id("c")]) == shown
+    assert (detokenizer.finish_reason, detokenizer.num_tokens) == ("stop", 2)
 
 
 def test_stop_string_behind_the_eos_of_the_same_run_does_not_win(backend):
@@ -214,13 +215,6 @@ def test_special_tokens_between_characters_of_any_script_are_whole_text(backend,
     assert "".join(shown) == "".join(EOS + c for c in text)
     _, shown = run(backend, ids, [], cuts, "length")
     assert "".join(shown) == text
-
-
-def test_a_stop_string_spanning_two_tokens_is_kept_and_what_follows_is_not(backend):
-    detokenizer = Detokenizer(backend, ["bca"], include_stop=True)
-    assert detokenizer.push([backend.token_to_id("ab")]) == "a"
-    assert detokenizer.push([backend.token_to_id("cab"), backend.token_to_id("c")]) == "bca"
-    assert (detokenizer.finish_reason, detokenizer.num_tokens) == ("stop", 2)
 
 
 @pytest.mark.parametrize(("skip", "expected"), [(True, "a"), (False, "a" + EOS)])

@@ -1,7 +1,5 @@
 """gpt-oss's messages on channels: reasoning, content and calls, however the text is cut."""
 
-import itertools
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +7,8 @@ from hypothesis import strategies as st
 from app.text.parsers import FAMILIES, OutputParser, Parsed, ToolCall, family_for, reasoning_for
 from app.text.parsers.harmony import FAMILY, HarmonyCalls, HarmonyReasoning
 from app.text.parsers.reasoning import ReasoningParser
+from tests.fast.text.pieces import cut
+from tests.fast.text.pieces import parse as pieces_parsed
 
 ANALYSIS = "<|channel|>analysis<|message|>Let me think.<|end|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>It is 4."
@@ -21,8 +21,7 @@ FRAGMENTS = [
 
 
 def parse(pieces: list[str]) -> Parsed:
-    parser = OutputParser(HarmonyReasoning(), HarmonyCalls())
-    return Parsed.joined([*map(parser.push, pieces), parser.finish()])
+    return pieces_parsed(OutputParser(HarmonyReasoning(), HarmonyCalls()), pieces)
 
 
 @pytest.mark.parametrize(
@@ -74,9 +73,7 @@ def test_a_call_whose_arguments_are_no_object_is_content():
     text=st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join), cuts=st.lists(st.integers(0, 200), max_size=8)
 )
 def test_results_do_not_depend_on_how_the_text_is_cut(text, cuts):
-    ends = sorted({0, *(min(cut, len(text)) for cut in cuts), len(text)})
-    assert parse([text[a:b] for a, b in itertools.pairwise(ends)]) == parse([text])
-    assert parse(list(text)) == parse([text])
+    assert parse(cut(text, cuts)) == parse([text]) == parse(list(text))
 
 
 def test_text_is_shown_as_soon_as_it_is_certain():
@@ -93,9 +90,7 @@ def test_a_forced_call_is_one_that_the_parser_reads():
         (FAMILY.prefix("get_weather"), '{"city": "Bern > 1"}'),
         (FAMILY.prefix(None), 'get_weather <|constrain|>json<|message|>{"city": "Bern > 1"}'),
     ):
-        parser = OutputParser(HarmonyReasoning(), HarmonyCalls())
-        parsed = Parsed.joined([parser.push(prefix), parser.push(text), parser.finish()])
-        assert parsed == Parsed("", "", (WEATHER,))
+        assert parse([prefix, text]) == Parsed("", "", (WEATHER,))
 
 
 def test_the_template_chooses_it():

@@ -1,6 +1,5 @@
 """Llama 3's tool calls: JSON at the start of the output or behind <|python_tag|>."""
 
-import itertools
 import json
 
 import pytest
@@ -9,6 +8,8 @@ from hypothesis import strategies as st
 
 from app.text.parsers import FAMILIES, OutputParser, Parsed, ToolCall
 from app.text.parsers.llama3_json import Llama3Calls
+from tests.fast.text.pieces import cut
+from tests.fast.text.pieces import parse as pieces_parsed
 
 TAG = "<|python_tag|>"
 F = '{"name": "f", "parameters": {"x": "a; {\\"}"}}'
@@ -20,12 +21,7 @@ TEXT = st.lists(st.sampled_from(FRAGMENTS), max_size=10).map("".join)
 
 
 def parse(pieces) -> Parsed:
-    parser = OutputParser(calls=Llama3Calls())
-    parts = [*map(parser.push, pieces), parser.finish()]
-    assert not any(part.reasoning for part in parts)
-    return Parsed(
-        "".join(part.content for part in parts), "", tuple(call for part in parts for call in part.tool_calls)
-    )
+    return pieces_parsed(OutputParser(calls=Llama3Calls()), pieces)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +54,7 @@ def test_calls_are_taken_out_and_all_else_is_content_as_written(text, content, c
 @settings(max_examples=200)
 @given(text=TEXT, cuts=st.lists(st.integers(0, 200), max_size=8))
 def test_results_do_not_depend_on_how_the_text_is_cut(text, cuts):
-    bounds = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
-    assert parse(text[a:b] for a, b in itertools.pairwise(bounds)) == parse([text]) == parse(text)
+    assert parse(cut(text, cuts)) == parse([text]) == parse(text)
 
 
 @settings(max_examples=200)
@@ -67,8 +62,8 @@ def test_results_do_not_depend_on_how_the_text_is_cut(text, cuts):
 def test_no_split_of_two_changes_the_result(texts):
     text = "".join(texts)
     whole = parse([text])
-    for cut in range(len(text) + 1):
-        assert parse([text[:cut], text[cut:]]) == whole
+    for at in range(len(text) + 1):
+        assert parse([text[:at], text[at:]]) == whole
 
 
 def test_a_tag_may_be_split_behind_the_call_that_a_piece_ends():

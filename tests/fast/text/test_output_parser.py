@@ -1,6 +1,5 @@
 """Reasoning and tool calls taken out of output, over random cuts and against a plain reading of the whole text."""
 
-import itertools
 import json
 import re
 
@@ -11,6 +10,8 @@ from hypothesis import strategies as st
 from app.text.parsers import OutputParser, Parsed, ToolCall, qwen3
 from app.text.parsers.qwen3 import Qwen3Calls
 from app.text.parsers.reasoning import ReasoningParser
+from tests.fast.text.pieces import cut
+from tests.fast.text.pieces import parse as pieces_parsed
 
 SPACE = " \t\r\n"
 FRAGMENTS = [
@@ -24,26 +25,12 @@ SWITCHES = st.tuples(st.booleans(), st.booleans(), st.booleans())
 few = settings(max_examples=200)
 
 
-def cut(text: str, cuts: list[int]) -> list[str]:
-    bounds = [0, *sorted(c % (len(text) + 1) for c in cuts), len(text)]
-    return [text[a:b] for a, b in itertools.pairwise(bounds)]
-
-
-def concatenate(parts: list[Parsed]) -> Parsed:
-    return Parsed(
-        "".join(p.content for p in parts),
-        "".join(p.reasoning for p in parts),
-        tuple(call for p in parts for call in p.tool_calls),
-    )
-
-
 def parser_of(reasoning=False, tools=False, starts_in_reasoning=False) -> OutputParser:
     return OutputParser(ReasoningParser(starts_in_reasoning) if reasoning else None, Qwen3Calls() if tools else None)
 
 
 def parse(pieces, *switches, **named) -> Parsed:
-    parser = parser_of(*switches, **named)
-    return concatenate([*map(parser.push, pieces), parser.finish()])
+    return pieces_parsed(parser_of(*switches, **named), pieces)
 
 
 def block(name: str = "f", **arguments) -> str:
@@ -306,6 +293,6 @@ def test_a_long_block_is_not_read_again_with_every_piece(piece, monkeypatch):
     parser = parser_of(reasoning=False, tools=True)
     begin = '<tool_call>{"name": "'
     pieces = [parser.push(text) for text in [begin, *[piece] * 2_000]]
-    assert concatenate([*pieces, parser.finish()]) == Parsed(content=begin + piece * 2_000)
+    assert Parsed.joined([*pieces, parser.finish()]) == Parsed(content=begin + piece * 2_000)
     assert max(looked_at[1:]) < len(piece) + len("</tool_call>")
     assert len(parsed) <= 65

@@ -65,12 +65,6 @@ def test_a_template_that_refuses_is_an_error_for_the_client():
         template.render([{"role": "bad", "content": "x"}])
 
 
-def test_a_template_cannot_reach_out_of_its_sandbox():
-    template = ChatTemplate("{{ messages.__class__.__mro__ }}", {})
-    with pytest.raises(ChatTemplateError):
-        template.render([])
-
-
 def test_without_a_template_chat_is_refused_with_what_to_do():
     with pytest.raises(ChatTemplateError, match="/v1/completions"):
         ChatTemplate(None, {}).render(MESSAGES)
@@ -149,6 +143,9 @@ def test_an_unusable_tokenizer_file_is_named(folder, content):
         ("tokenizer_config.json", b'{"eos_token": {"text": "x"}}'),
         ("chat_template.json", b"[1]"),
         ("chat_template.json", b"{"),
+        ("tokenizer_config.json", b"{"),
+        ("generation_config.json", b"{"),
+        ("config.json", b"{"),
         ("chat_template.jinja", b"\xff\xfe"),
     ],
 )
@@ -173,13 +170,6 @@ def test_encoding_a_large_text_does_not_hold_the_interpreters_lock(folder):
     tokenizer = Tokenizer(folder)
     texts = ("hello brown fox " * (60_000 << doubled) for doubled in range(5))
     assert any(turns_beside(threading.Thread(target=tokenizer.encode, args=(text,))) >= 30 for text in texts)
-
-
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "config.json"])
-def test_a_broken_json_file_is_named(folder, name):
-    (folder / name).write_text("{")
-    with pytest.raises(ConfigError, match=name):
-        Tokenizer(folder)
 
 
 @pytest.mark.parametrize(
