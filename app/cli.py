@@ -55,8 +55,8 @@ def serve(arguments: Sequence[str]) -> int:
     from app.config.flags import parse_flags
     from app.config.requirements import check_settings
     from app.config.sources import load_config
-    from app.config.torch_build import check_torch_build
     from app.engine.checkpoint.read import check_checkpoints, find_models
+    from app.engine.npu.torch_build import check_torch_build
 
     config = load_config(parse_flags(arguments))
     check_torch_build(config.engine.device)

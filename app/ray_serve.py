@@ -21,8 +21,8 @@ from app.config.replicas import Replicas, read_replicas
 from app.config.requirements import check_settings
 from app.config.settings import Config
 from app.config.sources import load_config, settings_of
-from app.config.torch_build import check_torch_build
 from app.engine.checkpoint.read import check_checkpoints, find_models
+from app.engine.npu.torch_build import check_torch_build
 from app.engine_client.admission import MAX_QUEUED_PER_RUNNING
 
 _PYTHON_PROXY = (

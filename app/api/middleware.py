@@ -101,14 +101,18 @@ class RequestIds:
             request_id.reset(token)
 
 
-def check_key(headers: Headers, keys: Sequence[str], what: str) -> None:
-    """Raise ApiError 401, which says that `what` is needed, unless the headers have one of the keys.
+def key_digests(keys: Sequence[str]) -> list[bytes]:
+    """Return the digests of the configured keys, which `check_key` compares. They are made once, at startup."""
+    return [hashlib.sha256(key.encode()).digest() for key in keys]
+
+
+def check_key(headers: Headers, digests: Sequence[bytes], what: str) -> None:
+    """Raise ApiError 401, which says that `what` is needed, unless the headers have a key of one of the digests.
 
     A comparison takes the same time for every key that a client sends.
     """
-    kind = headers.get("authorization", "").partition(" ")[0]
-    sent = sent_key(headers)
-    matches = [hmac.compare_digest(sent, hashlib.sha256(key.encode()).digest()) for key in keys]
+    kind, sent = headers.get("authorization", "").partition(" ")[0], sent_key(headers)
+    matches = [hmac.compare_digest(sent, digest) for digest in digests]
     if kind.lower() != "bearer" or not any(matches):
         message = f"{what} is needed: send the header `Authorization: Bearer KEY`."
         raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
@@ -129,7 +133,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], root_path: str) -> None:
         self._app = app
-        self._keys = keys
+        self._digests = key_digests(keys)
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -147,8 +151,8 @@ class Gate:
                 raise head_too_large()
             if not path and scope["method"] == "GET":
                 app = RedirectResponse(f"{self._root_path}/")
-            elif self._keys and path not in OPEN_PATHS:
-                check_key(Headers(scope=scope), self._keys, "A valid API key")
+            elif self._digests and path not in OPEN_PATHS:
+                check_key(Headers(scope=scope), self._digests, "A valid API key")
         except ApiError as refusal:
             app = refusal.response()
         await app(scope, receive, send)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 from fastapi import Request
 
 from app.api.errors import bad_request, clip, model_not_found
-from app.api.middleware import sent_key
+from app.api.middleware import key_digests, sent_key
 from app.config.settings import Config
 from app.engine_client.client import EngineClient
 from app.metrics import Metrics
@@ -39,6 +39,7 @@ class Services:
     def __post_init__(self) -> None:
         template = self.tokenizer.chat_template
         self.api_keys = self.config.api_keys()
+        self.admin_digests = key_digests(self.config.admin_key)
         self.model_names = self.config.model_names
         self.reasoning_parser = reasoning_for(self.config.reasoning_parser, template.source or "")
         self.tool_family = family_for(self.config.tool_call_parser, template.source or "")

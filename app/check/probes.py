@@ -11,11 +11,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.engine.device.probe import Finding, Probe, failed, ok, warning
 from app.engine.npu.error_codes import explain
+from app.engine.npu.torch_build import CPU_INDEX, has_npu
 
 if TYPE_CHECKING:
     from app.engine.device.base import Backend
@@ -94,7 +94,7 @@ def torch_build(kind: str) -> Finding:
     found = f"torch {torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU'} build"
     base = torch.__version__.partition("+")[0]
     if kind == "npu" and torch.version.cuda:
-        hint = f"pip install --index-url https://download.pytorch.org/whl/cpu torch=={base}"
+        hint = f"pip install --index-url {CPU_INDEX} torch=={base}"
         return failed(f"{found}: torch_npu works with a CPU build only", hint)
     if kind == "cuda" and not torch.version.cuda:
         return failed(f"{found}: it knows no GPUs", f"pip install torch=={base} from PyPI, which is a CUDA build")
@@ -155,7 +155,7 @@ def _settle(device: str) -> str:
             return "cuda"
     except Exception:  # the probe "torch" tells it
         pass
-    return "npu" if any(Path("/dev").glob("davinci[0-9]*")) else "cpu"
+    return "npu" if has_npu() else "cpu"
 
 
 if __name__ == "__main__":

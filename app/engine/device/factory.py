@@ -6,7 +6,6 @@ import logging
 
 import torch
 
-from app.config.torch_build import has_npu
 from app.engine.device.base import Backend
 from app.engine.errors import UnsupportedError
 
@@ -16,8 +15,8 @@ logger = logging.getLogger(__name__)
 def found_device(device: str) -> str:
     """Return the device, where "auto" is CUDA if torch sees a GPU, else an NPU that torch_npu can use, else the CPU."""
     if device == "auto":
-        has_torch_npu = has_npu() and importlib.util.find_spec("torch_npu") is not None
-        return "cuda" if torch.cuda.is_available() else "npu" if has_torch_npu else "cpu"
+        npu = importlib.import_module("app.engine.npu.torch_build")
+        return "cuda" if torch.cuda.is_available() else "npu" if npu.is_usable() else "cpu"
     return device
 
 

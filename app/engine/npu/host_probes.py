@@ -19,6 +19,7 @@ from pathlib import Path
 
 from app.engine.device.probe import Finding, Probe, failed, ok, warning
 from app.engine.npu.error_codes import explain
+from app.engine.npu.torch_build import CPU_INDEX
 
 DOCUMENTED = {
     "9.1.0": "2.12.0 2.11.0 2.10.0.post4 2.9.0.post6 2.7.1.post8",
@@ -135,7 +136,7 @@ def cann(environ: Mapping[str, str], root: Path) -> Finding:
 def torch_npu() -> Finding:
     """Load torch_npu. torch must have been loaded with TORCH_DEVICE_BACKEND_AUTOLOAD=0."""
     if importlib.util.find_spec("torch_npu") is None:
-        hint = "pip install 'dflash-server[npu]', on x86 with --extra-index-url https://download.pytorch.org/whl/cpu"
+        hint = f"pip install 'dflash-server[npu]', on x86 with --extra-index-url {CPU_INDEX}"
         return failed("torch_npu is not installed", hint)
     try:
         module = importlib.import_module("torch_npu")

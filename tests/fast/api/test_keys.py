@@ -1,5 +1,7 @@
 """Keys, CORS, a proxy's prefix, keep-alive comments, and secrets that the log must not have."""
 
+import asyncio
+import hashlib
 import json
 import logging
 from collections.abc import Iterator
@@ -9,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from app.api import ops, stream
+from app.api import middleware, ops, stream
 from tests.fast.api.served import PATIENCE, Server, serving, serving_ready
 
 KEYS = ["first-key", "second-key", "ключ"]
@@ -47,6 +49,24 @@ def proxied_server(model_folder: Path) -> Iterator[Server]:
     """A server behind a proxy that puts /llm before every path."""
     with serving_ready(model_folder, root_path="/llm", api_key=KEYS) as server:
         yield server
+
+
+def test_configured_keys_are_hashed_at_startup_and_a_request_hashes_only_its_own(monkeypatch):
+    hashed, answers, sha256 = [], [], hashlib.sha256
+    monkeypatch.setattr(middleware.hashlib, "sha256", lambda data: hashed.append(data.decode()) or sha256(data))
+
+    async def served(scope, receive, send):
+        answers.append(200)
+
+    async def send(message):
+        answers.extend([message["status"]] if "status" in message else [])
+
+    gate = middleware.Gate(served, ["first", "second"], "")
+    assert hashed == ["first", "second"]
+    scope = {"type": "http", "method": "GET", "path": "/metrics", "raw_path": b"/metrics", "query_string": b""}
+    for key in ("second", "wrong"):
+        asyncio.run(gate(scope | {"headers": [(b"authorization", f"Bearer {key}".encode())]}, None, send))
+    assert answers == [200, 401] and hashed == ["first", "second", "second", "wrong"]
 
 
 @pytest.mark.parametrize(("method", "path"), CLOSED)

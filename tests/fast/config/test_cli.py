@@ -15,8 +15,8 @@ from app.config.error import ConfigError
 from app.config.flags import THREE_WAYS, parse_flags, serve_parser
 from app.config.settings import Config, flag_name
 from app.config.sources import SETTINGS, load_config
-from app.config.torch_build import check_torch_build
 from app.engine.checkpoint.files import DEMO
+from app.engine.npu.torch_build import check_torch_build
 
 
 @pytest.fixture(autouse=True)

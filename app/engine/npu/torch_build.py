@@ -1,4 +1,4 @@
-"""Facts about an NPU and the installed torch that need no import of torch: they are read from files."""
+"""Whether this host and its Python environment can drive an NPU, read from files, without an import of torch."""
 
 import importlib.util
 import re
@@ -14,16 +14,20 @@ def has_npu() -> bool:
     return any(Path("/dev").glob("davinci[0-9]*"))
 
 
+def is_usable() -> bool:
+    """Return True if there is an NPU, and torch_npu is installed."""
+    return has_npu() and importlib.util.find_spec("torch_npu") is not None
+
+
 def check_torch_build(device: str) -> None:
     """Refuse an NPU that this Python environment cannot drive. An unused torch_npu is harmless.
 
     Raises ConfigError if `device` is an NPU and torch_npu is missing, or torch is a CUDA build. `auto` is an NPU if
-    the host has one and torch_npu is installed.
+    that is usable.
     """
-    installed = importlib.util.find_spec("torch_npu") is not None
-    if not device.startswith("npu") and not (device == "auto" and installed and has_npu()):
+    if not device.startswith("npu") and not (device == "auto" and is_usable()):
         return
-    if not installed:
+    if importlib.util.find_spec("torch_npu") is None:
         raise ConfigError(
             f"--device {device}: torch_npu is not installed",
             f"pip install 'dflash-server[npu]', on x86 with --extra-index-url {CPU_INDEX}",
