@@ -56,10 +56,8 @@ async def _read_body(request: Request) -> bytes:
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
         raise body_too_large(MAX_BODY_BYTES)
-    body = bytearray()
-    services = services_of(request)
-    loop = asyncio.get_running_loop()
-    started = loop.time()
+    body, services = bytearray(), services_of(request)
+    started = asyncio.get_running_loop().time()
     try:
         async with asyncio.timeout(BODY_SECONDS) as timeout:
             async for chunk in request.stream():
@@ -146,9 +144,7 @@ def _depth(param: str) -> tuple[int, list[int]]:
 
 def _param(details: ErrorDetails, raw: Any) -> str:
     """Return the dotted path of an error in the body, without the names of union branches that pydantic puts in."""
-    path: list[str] = []
-    value = raw
-    loc = details["loc"]
+    path, value, loc = list[str](), raw, details["loc"]
     for depth, step in enumerate(loc):
         absent = details["type"] == "missing" and depth == len(loc) - 1
         if isinstance(value, dict) and (step in value or absent):

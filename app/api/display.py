@@ -47,16 +47,12 @@ async def _show_loading(engine: EngineClient, console: Console) -> EngineState:
     with shown:
         while engine.state.phase == "loading":
             if (progress := engine.state.progress) is not None:
+                line, most = stage_line(progress), max(1, progress.total)
                 if progress.stage not in tasks:
                     tasks[progress.stage] = bar.add_task(progress.stage)
                     if not console.is_terminal:
-                        logger.info("loading: %s", stage_line(progress))
-                bar.update(
-                    tasks[progress.stage],
-                    description=stage_line(progress),
-                    completed=progress.done,
-                    total=max(1, progress.total),
-                )
+                        logger.info("loading: %s", line)
+                bar.update(tasks[progress.stage], description=line, completed=progress.done, total=most)
             await engine.supervisor.next_state()
     return engine.state
 

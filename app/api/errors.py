@@ -61,12 +61,6 @@ def body_too_large(limit: int) -> ApiError:
     return ApiError(413, message, code="request_too_large")
 
 
-def model_not_found(name: str, served: list[str]) -> ApiError:
-    names = ", ".join(f"`{name}`" for name in served)
-    message = f"The model `{clip(name)}` does not exist here. Served: {names}."
-    return ApiError(404, message, param="model", code="model_not_found")
-
-
 def context_length_exceeded(
     param: str, limit: int, prompt: int, max_tokens: int | None = None, *, at_least: bool = False
 ) -> ApiError:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from fastapi import Request
 
-from app.api.errors import bad_request, clip, model_not_found
+from app.api.errors import ApiError, bad_request, clip
 from app.api.middleware import key_digests, sent_key
 from app.config.settings import Config
 from app.engine_client.client import EngineClient
@@ -75,7 +75,8 @@ class Services:
     def served_name(self, name: str | None) -> str:
         """Return the name to answer with. Raise ApiError 404 for a model that is not here."""
         if name is not None and name not in self.model_names:
-            raise model_not_found(name, self.model_names)
+            message = f"The model `{clip(name)}` does not exist here. Served: `{'`, `'.join(self.model_names)}`."
+            raise ApiError(404, message, param="model", code="model_not_found")
         return name or self.model_names[0]
 
 
