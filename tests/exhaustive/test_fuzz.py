@@ -124,9 +124,7 @@ def test_any_json_gets_an_answer_or_an_error(talkative: Server, path: str) -> No
 
 
 @pytest.mark.parametrize(("path", "field", "of_field"), [(CHAT, "messages", message), (RESPONSES, "input", item)])
-def test_any_conversation_gets_an_answer_or_an_error(
-    talkative: Server, path: str, field: str, of_field: st.SearchStrategy[dict[str, Any]]
-) -> None:
+def test_any_conversation_gets_an_answer_or_an_error(talkative, path, field, of_field):
     @settings(ANY, max_examples=150)
     @given(st.lists(of_field, max_size=4))
     def ask(conversation: Any) -> None:

@@ -45,9 +45,7 @@ def test_it_is_this_users_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("why", ["a file is in its place", "no home", "another's folder", "another's above it"])
-def test_where_it_cannot_be_there_is_a_new_one_for_this_time(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, temporary: Path, why: str
-) -> None:
+def test_where_it_cannot_be_there_is_a_new_one_for_this_time(monkeypatch, tmp_path, temporary, why):
     if why == "a file is in its place":
         (tmp_path / "cache").touch()
     elif why == "no home":
@@ -72,9 +70,7 @@ def torch_folders() -> set[Path]:
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_pytorch_takes_code_from_a_new_folder_of_this_user_alone(
-    monkeypatch: pytest.MonkeyPatch, temporary: Path, own: bool
-) -> None:
+def test_pytorch_takes_code_from_a_new_folder_of_this_user_alone(monkeypatch, temporary, own):
     """It takes none from a folder with a known name in /tmp, where any user may write, nor from a variable's folder."""
     planted = torch_folders() if "TMPDIR" in os.environ else set()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(temporary / "planted"))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,9 +144,7 @@ def attended(
     ("how", "dtype"),
     [("full", torch.float32), ("full", torch.bfloat16), ("window and sinks", torch.float32)],
 )
-def test_attention_of_a_row(
-    backend: InvariantCudaBackend, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, how: str
-) -> None:
+def test_attention_of_a_row(backend, monkeypatch, dtype, how):
     """Decoded alone, verified in a block at any place of it, and read with a prompt, whole and in chunks.
 
     Parts of 64 tokens are folded by one program, by one each, and by two that take turns.
@@ -192,9 +189,7 @@ def test_attention_of_a_row_among_512(backend: InvariantCudaBackend, monkeypatch
         assert torch.equal(found[0], alone[0]), count
 
 
-def test_such_attention_is_a_softmax_over_each_sequences_own_tokens(
-    backend: InvariantCudaBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_such_attention_is_a_softmax_over_each_sequences_own_tokens(backend, monkeypatch):
     """In parts that one program folds, and many, with windows that begin inside of a part, and with sinks."""
     monkeypatch.setattr(attention, "CHUNK", 32)
     for sinks, window, causal, (rows, lens) in itertools.product(
@@ -218,9 +213,7 @@ def test_such_attention_is_a_softmax_over_each_sequences_own_tokens(
         (16, 16, 40_960, 1),
     ],
 )
-def test_a_long_context_is_read_by_many_programs_until_these_fill_the_device_or_memory(
-    seqs: int, width: int, tokens: int, programs: int
-) -> None:
+def test_a_long_context_is_read_by_many_programs_until_these_fill_the_device_or_memory(seqs, width, tokens, programs):
     """8 KV heads of 128 and 132 multiprocessors. 16 blocks would keep 336 MB."""
     at = attention.geometry([width] * seqs, Heads(32, 8, 128), torch.bfloat16, 132, fixed=True)
     assert attention.splits_of_chunks(at, seqs * width * 32 * 128, tokens) == (programs, -(-tokens // attention.CHUNK))
@@ -231,9 +224,7 @@ def test_a_weight_whose_columns_are_no_whole_tiles_is_refused_by_name(backend: I
         backend.pack_weight(torch.zeros(8, 40))
 
 
-def test_texts_in_bfloat16_are_equal_with_drafts_and_without_in_any_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_in_bfloat16_are_equal_with_drafts_and_without_in_any_batch(tmp_path, monkeypatch):
     """From graphs whose steps overlap too, and for a prompt in chunks."""
     monkeypatch.setattr(build, "make_backend", lambda device, **_: InvariantCudaBackend(torch.device(device)))
     monkeypatch.setattr(build, "check_attention", lambda *_: None)

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,9 +97,7 @@ def test_a_row_of_nan_reaches_no_other_row() -> None:
 
 
 @pytest.mark.parametrize(("rows", "is_ours"), [(32, True), (33, False)])
-def test_many_bfloat16_rows_go_through_pytorchs_grouped_product(
-    monkeypatch: pytest.MonkeyPatch, rows: int, is_ours: bool
-) -> None:
+def test_many_bfloat16_rows_go_through_pytorchs_grouped_product(monkeypatch, rows, is_ours):
     moe = replace(MOE, num_experts_per_tok=3)
     x, weights = made(moe, rows, torch.bfloat16)
     called = []
@@ -118,9 +115,7 @@ def test_a_gpu_without_triton_refuses_experts_in_another_dtype(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False])
-def test_dflash_changes_no_token_on_our_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enforce_eager: bool
-) -> None:
+def test_dflash_changes_no_token_on_our_kernels(tmp_path, monkeypatch, enforce_eager):
     shape: dict[str, Any] = {"num_layers": 2, "draft_layers": 1, "taps": (0,), "own_head": True, "num_kv_heads": 1}
     pair = make_pair(tmp_path, seed=19, vocab_size=5, experts=4, **shape)
     sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 64, "page_size": 16, "kv_cache_memory": 1 << 20}

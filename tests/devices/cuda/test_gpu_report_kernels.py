@@ -60,9 +60,7 @@ def untimed(backend: Backend) -> Callable[[Callable[[], object]], float]:
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-def test_every_section_has_its_parts_with_the_options_of_the_command(
-    monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
+def test_every_section_has_its_parts_with_the_options_of_the_command(monkeypatch, device):
     """As its process makes them, but on a CPU. torch's own check says whether the device has a number."""
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(index_of(device)))

@@ -229,9 +229,7 @@ def missing(rows: list[dict[str, Any]], keys: str) -> list[str]:
     return [f"{key} in {row}" for row in rows for key in wanted if row.get(key) is None or row[key] != row[key]]
 
 
-def test_a_whole_report_ends_with_every_figure_and_its_verdict(
-    tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_whole_report_ends_with_every_figure_and_its_verdict(tiny, tmp_path, capsys):
     folder = tmp_path / "report"
     load = ["--concurrency", "2", "--prompt", "4", "--answer", "8", "--rounds", "1"]
     code = command.main(["--device", "cuda", "--out", str(folder), "--model", tiny, *load, "--seconds", "6000"])

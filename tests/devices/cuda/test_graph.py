@@ -124,13 +124,7 @@ def test_on_a_cpu_the_stretch_is_run_again(said: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("triton", [True, False])
-def test_cuda_is_our_kernels_where_triton_is_installed_and_says_which(
-    said: list[Any],
-    cudnn: list[bool],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    triton: bool,
-) -> None:
+def test_cuda_is_our_kernels_where_triton_is_installed_and_says_which(said, cudnn, monkeypatch, caplog, triton):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     find = factory.importlib.util.find_spec
     monkeypatch.setattr(
@@ -145,9 +139,7 @@ def test_cuda_is_our_kernels_where_triton_is_installed_and_says_which(
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:0", "auto"])
-def test_the_device_that_a_backend_gets_has_an_index(
-    said: list[Any], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_the_device_that_a_backend_gets_has_an_index(said, monkeypatch, name):
     """`torch.cuda.set_device` refuses a device without one; its own check of that needs no GPU."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

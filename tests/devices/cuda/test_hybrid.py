@@ -96,9 +96,7 @@ def test_in_bfloat16_drafts_hit_and_the_text_is_that_of_plain_decoding(pair: Pai
 
 
 @pytest.mark.usefixtures("on_cuda")
-def test_what_is_compared_runs_our_kernels_for_rows_that_decode_alone(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_compared_runs_our_kernels_for_rows_that_decode_alone(pair, monkeypatch):
     """Rows of prompts go through PyTorch's operators."""
     seen: list[int] = []
     launch = gated_delta.commit_and_verify

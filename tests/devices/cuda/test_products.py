@@ -65,9 +65,7 @@ def test_a_launch_finds_the_counters_as_the_last_one_left_them() -> None:
 @pytest.mark.parametrize("ahead", [64 << 10, 4 << 10], ids=["whole parts", "a share of each"])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_a_chained_program_prefetches_the_first_of_its_own_weights_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, variant: Product, gated: bool, ahead: int
-) -> None:
+def test_a_chained_program_prefetches_the_first_of_its_own_weights_and_nothing_else(monkeypatch, variant, gated, ahead):
     """The interpreter has no assembly, so a double is told what is asked for."""
     asked: list[tuple[int, int]] = []
 

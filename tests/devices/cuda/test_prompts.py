@@ -108,9 +108,7 @@ def test_more_tokens_than_may_be_gathered_and_bidirectional_layers_have_masks(mo
     [({}, ""), ({"aligned": "top left"}, "window None"), ({"wider": 1}, "window 16"), ({"not_there": 1}, "TypeError")],
     ids=str,
 )
-def test_start_up_tries_the_kernel_and_one_that_is_wrong_or_raises_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: dict[str, Any], reason: str
-) -> None:
+def test_start_up_tries_the_kernel_and_one_that_is_wrong_or_raises_is_not_used(monkeypatch, caplog, wrong, reason):
     """The chunk after other tokens shows rows that count from the first token, and its window another width."""
     monkeypatch.setattr(prefill, "_kernel", lambda: lambda *args, **how: varlen_attn(*args, **how, **wrong))
     backend = backend_of(packs=True)

@@ -70,14 +70,7 @@ def requests(**asked: Any) -> list[Request]:
     ],
     ids=["dense", "dense, drawn", "dense, off", "experts", "hybrid"],
 )
-def test_two_ranks_on_our_kernels_decode_what_one_does(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    launched: set[str],
-    kind: str,
-    asked: dict[str, Any],
-    wishes: dict[str, Any],
-) -> None:
+def test_two_ranks_on_our_kernels_decode_what_one_does(tmp_path, monkeypatch, launched, kind, asked, wishes):
     pair, wishes = pair_of(tmp_path, kind), wishes.copy()
     monkeypatch.setattr(build, "check_attention", lambda *_: None)  # it is in test_attention.py
     monkeypatch.setattr(build, "_warm_up", lambda *_: None)

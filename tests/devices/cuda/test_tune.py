@@ -75,9 +75,7 @@ def test_the_fastest_right_variant_is_used(machine: Machine, tmp_path: Path, cap
     assert "a: (3,) is wrong on this device" in caplog.text
 
 
-def test_a_variant_that_raises_is_a_warning_with_its_name_and_error(
-    machine: Machine, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_variant_that_raises_is_a_warning_with_its_name_and_error(machine, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert machine.tune([machine.question("a", FAULTY)], tmp_path) == {"a": "default"}
     assert "a: (4,) fails on this device" in caplog.text and "RuntimeError('out of shared memory')" in caplog.text
@@ -120,9 +118,7 @@ def test_an_answer_of_an_earlier_start_is_used_after_the_time_is_over(machine: M
     assert "e" not in shown and shown["f"] == "(1,)" and machine.used["f"] == (1,)
 
 
-def test_answers_are_remembered_by_device_and_version(
-    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_answers_are_remembered_by_device_and_version(machine, tmp_path, monkeypatch, caplog):
     asked = [machine.question("a", (1,)), machine.question("b", (5,))]
     with caplog.at_level(logging.INFO):
         machine.tune(asked, tmp_path)
@@ -148,9 +144,7 @@ def test_a_variant_that_exists_no_more_is_the_default(machine: Machine, tmp_path
     assert machine.tune([machine.question("a", (1,))], tmp_path) == {"a": "default"} and not machine.used
 
 
-def test_a_folder_that_cannot_be_written_to_costs_no_start(
-    machine: Machine, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_written_to_costs_no_start(machine, tmp_path, caplog):
     (tmp_path / "file").touch()
     assert machine.tune([machine.question("a", (1,))], tmp_path / "file") == {"a": "(1,)"}
     assert "cannot be saved" in caplog.text
@@ -206,9 +200,7 @@ def geometry_of(backend: CudaBackend, query_lens: list[int]) -> Geometry:
 
 @pytest.mark.parametrize("kind", [CudaBackend, InvariantCudaBackend])
 @pytest.mark.parametrize("faster", [False, True])
-def test_all_kernels_of_a_layer_are_chained_where_that_was_faster(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[CudaBackend], faster: bool
-) -> None:
+def test_all_kernels_of_a_layer_are_chained_where_that_was_faster(monkeypatch, tmp_path, kind, faster):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(timed_launches, "CONTEXT", 20)
     backend = kind(CPU)
@@ -246,9 +238,7 @@ def test_nothing_is_timed_in_fp32_nor_off_a_gpu() -> None:
     assert CudaBackend(CPU).tune([DECODER], weights(), 2, 16) == {}
 
 
-def test_a_clock_reads_the_least_of_some_replays_of_a_graph_and_what_they_leave(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_clock_reads_the_least_of_some_replays_of_a_graph_and_what_they_leave(monkeypatch):
     took = iter([40.0, 20.0, 30.0, 50.0])
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda end: next(took))
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)

@@ -40,9 +40,7 @@ def test_drafts_are_the_references(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert share_of_right_drafts(blocks, pair) == 1.0
 
 
-def test_calls_of_sliding_and_of_full_layers_differ_in_the_mask_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_of_sliding_and_of_full_layers_differ_in_the_mask_alone(tmp_path, monkeypatch):
     pair = DIALECTS[SLIDING].make(tmp_path, head_dim=64)
     calls: list[dict[str, Any]] = []
     attend = torch_npu.npu_fused_infer_attention_score

@@ -59,9 +59,7 @@ def requests() -> list[Request]:
 
 
 @pytest.mark.parametrize("backend", [OnNpu, NpuBackend])
-def test_tokens_on_the_null_device_are_the_cpu_engines(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, backend: type[Backend]
-) -> None:
+def test_tokens_on_the_null_device_are_the_cpu_engines(pair, monkeypatch, backend):
     wanted = engine(pair, device="cpu").run(requests())
     monkeypatch.setattr(build, "make_backend", lambda name, **_: backend(torch.device(name)))
     monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))
@@ -71,9 +69,7 @@ def test_tokens_on_the_null_device_are_the_cpu_engines(
 
 @pytest.mark.parametrize("width", [16, 8])
 @pytest.mark.parametrize("eager", [True, False])
-def test_drafts_and_how_far_they_are_accepted_are_the_cpu_engines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eager: bool, width: int
-) -> None:
+def test_drafts_and_how_far_they_are_accepted_are_the_cpu_engines(tmp_path, monkeypatch, eager, width):
     """A mistake in the draft leaves every text right, so texts cannot show it. Narrow blocks fill the first columns."""
     lucky = make_pair(
         tmp_path, head_dim=64, seed=11, block_size=16, vocab_size=5, num_kv_heads=4, tied=True, own_head=True
@@ -108,9 +104,7 @@ def drafted(core: EngineCore, asked: list[Request], width: int) -> list[tuple[li
 
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("shape", ["Llama 3.1", "Qwen2.5", "Qwen3, biases", "Qwen3, yarn", "gpt-oss"])
-def test_every_familys_tokens_are_the_cpu_engines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, eager: bool
-) -> None:
+def test_every_familys_tokens_are_the_cpu_engines(tmp_path, monkeypatch, shape, eager):
     pair = make_pair(tmp_path, **(FAMILIES | {"gpt-oss": GPT_OSS})[shape] | {"head_dim": 64})
     wanted = engine(pair, device="cpu").run(requests())
     monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))
@@ -119,9 +113,7 @@ def test_every_familys_tokens_are_the_cpu_engines(
 
 
 @pytest.mark.parametrize("eager", [True, False])
-def test_a_cann_that_cannot_write_pages_scatters_rows_to_the_same_tokens(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, eager: bool
-) -> None:
+def test_a_cann_that_cannot_write_pages_scatters_rows_to_the_same_tokens(pair, monkeypatch, eager):
     def missing(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("aclnnScatterPaKvCache or aclnnScatterPaKvCacheGetWorkspaceSize not in libopapi.so")
 
@@ -177,9 +169,7 @@ def test_a_block_above_sixteen_rows_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("eager", [True, False])
-def test_a_mixed_step_has_one_attention_call_a_layer_and_the_texts_of_two(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, eager: bool
-) -> None:
+def test_a_mixed_step_has_one_attention_call_a_layer_and_the_texts_of_two(pair, monkeypatch, eager):
     found = []
     for apart in (False, True):
         monkeypatch.setattr(NpuBackend, "separate_prefill", apart)

@@ -54,9 +54,7 @@ def requests() -> list[Request]:
 
 
 @pytest.mark.parametrize("eager", [True, False])
-def test_tokens_on_the_null_device_are_the_cpu_engines(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, eager: bool
-) -> None:
+def test_tokens_on_the_null_device_are_the_cpu_engines(pair, monkeypatch, eager):
     wanted = engine(pair, device="cpu").run(requests())
     monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))
     with torch.inference_mode(), Numerics(lift=["N7"]):
@@ -75,9 +73,7 @@ def test_every_rule_holds_for_the_engine_in_bfloat16(pair: Pair) -> None:
     [{}, {"norm_topk_prob": False}, {"has_bias": True, "swiglu_limit": 0.5}, {"swiglu_limit": math.inf}],
     ids=str,
 )
-def test_a_mixture_is_the_reference_and_the_host_waits_for_nothing(
-    numerics: Numerics, changes: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_a_mixture_is_the_reference_and_the_host_waits_for_nothing(numerics, changes, dtype):
     moe, backend = replace(MOE, **changes), NpuBackend(torch.device("npu:0"))
     generator = torch.Generator().manual_seed(0)
     shapes = [(8, 24), (8, 32, 24), (8, 24, 16), *([(8,), (8, 32), (8, 24)] if moe.has_bias else [])]

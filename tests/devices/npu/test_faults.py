@@ -1,6 +1,5 @@
 """On device "npu:0" a sequence whose logits are NaN ends alone, and an error of the device ends the engine."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +17,7 @@ from tests.fast.engine.pairs import make_pair
 
 
 @pytest.mark.parametrize(("temperature", "experts"), [(0.0, 0), (0.8, 0), (0.0, 8)])
-def test_a_sequence_whose_logits_are_nan_ends_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float, experts: int
-) -> None:
+def test_a_sequence_whose_logits_are_nan_ends_alone(tmp_path, monkeypatch, temperature, experts):
     monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))
     pair = make_pair(tmp_path, head_dim=64, num_layers=2, draft_layers=1, taps=(0,), experts=experts)
     good, late = (
@@ -66,9 +63,7 @@ def test_only_an_error_that_leaves_the_device_unknown_ends_the_engine(error: Exc
 LACKING = "aclnnScatterPaKvCache or aclnnScatterPaKvCacheGetWorkspaceSize not in libopapi.so, or libopapi.so not found."
 
 
-def test_kv_is_scattered_by_row_where_cann_cannot_write_pages_and_the_log_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_kv_is_scattered_by_row_where_cann_cannot_write_pages_and_the_log_says_so(monkeypatch, caplog):
     def lacking(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError(LACKING)
 

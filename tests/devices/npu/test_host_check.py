@@ -77,9 +77,7 @@ def test_the_version_of_cann_is_torch_npus_where_no_file_tells_it(ask: Callable[
     assert "CANN unknown" in ask("h.versions({})", NPU_STUB_CANN="none").found
 
 
-def test_on_a_host_that_has_all_nothing_fails(
-    numerics: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_host_that_has_all_nothing_fails(numerics, tmp_path, monkeypatch):
     for name in ("davinci0", "davinci_manager", "devmm_svm", "hisi_hdc"):
         put(tmp_path / "dev" / name)
     put(tmp_path / "usr/local/Ascend/driver/version.info", "Version=25.5.1\n")

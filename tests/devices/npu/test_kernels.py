@@ -26,9 +26,7 @@ RAGGED = {
 )
 @pytest.mark.parametrize("lengths", RAGGED.values(), ids=RAGGED)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 128), (4, 4, 64), (8, 1, 128)])
-def test_attention_is_the_dense_one(
-    lengths: tuple[list[int], list[int]], heads: int, kv_heads: int, dim: int, causal: bool, window: int | None
-) -> None:
+def test_attention_is_the_dense_one(lengths, heads, kv_heads, dim, causal, window):
     sequences = Sequences(*lengths, heads=heads, kv_heads=kv_heads, dim=dim)
     found = sequences.attend(causal=causal, window=window)
     assert found.dtype == torch.bfloat16

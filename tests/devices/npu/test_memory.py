@@ -60,9 +60,7 @@ for share in (0.6, 0.8):
         ({"kv_cache_memory": 250 << 20}, 256, ["--kv-cache-memory 250MiB", "free on npu:0"]),
     ],
 )
-def test_memory_that_is_not_there_is_refused_with_the_settings_to_change(
-    run: Run, config: dict[str, int], mebibytes: int, named: list[str]
-) -> None:
+def test_memory_that_is_not_there_is_refused_with_the_settings_to_change(run, config, mebibytes, named):
     program = f"""
 try:
     engine(**{config})

@@ -7,7 +7,6 @@ device; not run on an Ascend device.
 import logging
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,9 +61,7 @@ def test_two_npus_decode_what_one_process_does(results: tuple[dict[str, Result],
         assert at is None or demo.gap(request.token_ids, expected, at, text[at]) < MARGIN
 
 
-def test_both_ranks_verify_alike_and_make_the_same_collectives(
-    results: tuple[dict[str, Result], list[list[str]]],
-) -> None:
+def test_both_ranks_verify_alike_and_make_the_same_collectives(results):
     digests, (first, second) = [result.digests for result in results[0].values()], results[1]
     assert all(mine == others and len(mine) > 3 for mine, others in digests)
     assert first == second
@@ -95,9 +92,7 @@ def test_more_ranks_than_npus_are_refused_by_name(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("given", "graphs"), [(None, 900), ("AIV", 900), ("HOST", 450)])
-def test_hccls_way_is_aiv_unless_it_is_given_and_bounds_the_graphs(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, given: str | None, graphs: int
-) -> None:
+def test_hccls_way_is_aiv_unless_it_is_given_and_bounds_the_graphs(monkeypatch, caplog, tmp_path, given, graphs):
     monkeypatch.delenv(npu.EXPANSION_MODE, raising=False)
     if given:
         monkeypatch.setenv(npu.EXPANSION_MODE, given)

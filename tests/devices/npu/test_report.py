@@ -176,9 +176,7 @@ class Refusing(NpuBackend):
 
 
 @pytest.mark.parametrize("name", [name for name in npu_questions.POINTS if name not in ("combination", "captures")])
-def test_a_refusal_is_an_answer_and_ends_the_process(
-    backend: NpuBackend, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_is_an_answer_and_ends_the_process(backend, name, monkeypatch):
     refusing = Refusing(torch.device("npu:0"))
     monkeypatch.setattr(npu_questions, "attention_of_heads", lambda *call: refusing.attention(*call))
     monkeypatch.setattr(
@@ -190,9 +188,7 @@ def test_a_refusal_is_an_answer_and_ends_the_process(
     assert found["status"] == ("failed" if name in npu_questions.RELIED_ON else "ok")
 
 
-def test_captures_stop_at_the_first_failure_with_its_words(
-    backend: NpuBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captures_stop_at_the_first_failure_with_its_words(backend, monkeypatch):
     capture, done = NpuBackend.capture, []
 
     def limited(self: NpuBackend, *args: Any) -> Any:
@@ -234,9 +230,7 @@ def test_texts_and_acceptance_are_the_cpus_in_every_way(in_float32: engine.Runs)
     assert in_float32.against_eager("plain")["identical"] == 4
 
 
-def test_a_draft_that_is_not_accepted_has_failed_though_texts_are_right(
-    in_float32: engine.Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_that_is_not_accepted_has_failed_though_texts_are_right(in_float32, monkeypatch):
     class Causal(NpuBackend):
         def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> Any:
             return super().plan_attention(meta, mask._replace(causal=True), group)

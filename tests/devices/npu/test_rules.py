@@ -252,9 +252,7 @@ def run(make: Callable[[], dict[str, Any]], call: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("rule", "make", "what", "spoil"), WRONG, ids=[f"{rule} {what}" for rule, _, what, _ in WRONG])
-def test_a_wrong_call_is_caught(
-    numerics: Numerics, rule: str, make: Callable[[], dict[str, Any]], what: str, spoil: Change
-) -> None:
+def test_a_wrong_call_is_caught(numerics, rule, make, what, spoil):
     call = make()
     spoil(call)
     with pytest.raises(ContractError) as caught:

@@ -139,9 +139,7 @@ def test_what_graphs_read_and_write_stays_where_it_was(pair: Pair) -> None:
 
 @pytest.mark.parametrize("config", [{}, {"enforce_eager": True}, {"draft_enforce_eager": True}], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_host_waits_once_a_step_and_captures_nothing_after_the_start(
-    pair: Pair, config: dict[str, Any], temperature: float
-) -> None:
+def test_the_host_waits_once_a_step_and_captures_nothing_after_the_start(pair, config, temperature):
     core = engine(pair, **config)
     for request in requests(temperature=temperature):
         core.add(request)

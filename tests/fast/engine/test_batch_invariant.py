@@ -81,9 +81,7 @@ def attended(backend: Any, shares: list[tuple[Any, int, int]], mask: AttentionMa
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 40])
-def test_a_row_attends_alike_alone_in_a_block_and_with_its_prompt(
-    backend: InvariantCpuBackend, dtype: torch.dtype, window: int | None
-) -> None:
+def test_a_row_attends_alike_alone_in_a_block_and_with_its_prompt(backend, dtype, window):
     def sequence(length: int, seed: int) -> tuple[Tensor, ...]:
         return tuple(normal(length, heads, 16, seed=seed + i, dtype=dtype) for i, heads in enumerate((4, 2, 2)))
 
@@ -105,9 +103,7 @@ def test_a_row_attends_alike_alone_in_a_block_and_with_its_prompt(
     torch.testing.assert_close(alone, attended(usual, [(own, 600, 601)], mask, 16, 1)[0], atol=1e-2, rtol=1e-2)
 
 
-def test_a_processor_whose_products_depend_on_the_place_is_refused(
-    backend: InvariantCpuBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_processor_whose_products_depend_on_the_place_is_refused(backend, monkeypatch):
     """A double of it adds something to the last row of a block."""
     linear = invariant.F.linear
 

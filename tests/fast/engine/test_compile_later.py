@@ -67,9 +67,7 @@ def compiling(command: str, *, told: list[str] | None = None) -> Iterator[Compil
         ("raise SystemExit(0)", "it kept other code than is wanted"),
     ],
 )
-def test_a_process_that_fails_costs_one_line_and_the_engine_goes_on(
-    command: str, said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_fails_costs_one_line_and_the_engine_goes_on(command, said, caplog, monkeypatch):
     monkeypatch.setattr(compile_later, "load_kept", lambda forward: None)
     monkeypatch.setattr(compile_later, "take_up", None)
     told: list[str] = []
@@ -149,9 +147,7 @@ def test_closing_ends_a_process_that_is_just_being_started(monkeypatch: pytest.M
     assert not found._thread.is_alive() and started[0].returncode == -signal.SIGKILL
 
 
-def test_kept_code_that_cannot_be_loaded_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_kept_code_that_cannot_be_loaded_is_told(tmp_path, monkeypatch, caplog):
     """The log would not say why a start compiles again."""
 
     def load(folder: Path) -> None:
@@ -166,9 +162,7 @@ def test_kept_code_that_cannot_be_loaded_is_told(
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_a_start_waits_for_a_compiler_of_its_own_priority_alone_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, same: bool
-) -> None:
+def test_a_start_waits_for_a_compiler_of_its_own_priority_alone_and_says_so(tmp_path, monkeypatch, caplog, same):
     """One of the lowest priority may be slow for hours beside busy processes."""
     monkeypatch.setattr(building, "functions", lambda forward: [])
     monkeypatch.setattr("os.nice", lambda more: 5 + more)
@@ -200,9 +194,7 @@ def test_the_process_ends_with_the_engine() -> None:
 
 
 @pytest.mark.parametrize("has_folder", [True, False])
-def test_nothing_is_compiled_behind_ready_where_no_folder_would_keep_it(
-    has_folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nothing_is_compiled_behind_ready_where_no_folder_would_keep_it(has_folder, tmp_path, monkeypatch, caplog):
     """Each start would compile for a minute, and find nothing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cache_folder, "_owners_above", lambda folder: set() if has_folder else {12345})
@@ -218,9 +210,7 @@ def test_nothing_is_compiled_behind_ready_where_no_folder_would_keep_it(
     assert has_folder or "no folder keeps what is compiled" in caplog.text
 
 
-def test_a_start_goes_on_where_no_folder_can_be_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_start_goes_on_where_no_folder_can_be_made(tmp_path, monkeypatch, caplog):
     def full(**places: Any) -> None:
         raise OSError(28, "No space left on device")
 

@@ -1,7 +1,6 @@
 """A decode step is a graph or two, and copies, on a device that reads lengths itself (device_lengths.py)."""
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -18,9 +17,7 @@ COPIES = {"aten.copy_", "aten.clone"}
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("verify", [8, 3, 1])
-def test_a_decode_step_replays_a_graph_for_each_forward_and_copies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: int
-) -> None:
+def test_a_decode_step_replays_a_graph_for_each_forward_and_copies(tmp_path, monkeypatch, verify):
     pair = make_pair(tmp_path, seed=1, block_size=8)
     with device_lengths():
         core = planted_faults.engine_of(pair, enforce_eager=False, max_graphs=4, verify=verify).core

@@ -169,9 +169,7 @@ def _first_layer(pair: Pair, layout: ExpertLayout = Target.expert_layout) -> Exp
     ids=str,
 )
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_loading_takes_little_more_than_the_result(
-    tmp_path: Path, shape: dict[str, Any], dtype: torch.dtype, tensors: float, interleaved: bool
-) -> None:
+def test_loading_takes_little_more_than_the_result(tmp_path, shape, dtype, tensors, interleaved):
     """At most `tensors` of a layer's experts more: of files in another dtype, and over two shards."""
     pair = sparse_pair(tmp_path, shards=2, dtype=torch.bfloat16, **shape)
     with LiveBytes() as live:
@@ -204,9 +202,7 @@ def test_loading_takes_little_more_than_the_result(
     ],
     ids=str,
 )
-def test_a_config_that_says_nothing_sensible_is_refused_by_name(
-    tmp_path: Path, changes: dict[str, Any], named: str
-) -> None:
+def test_a_config_that_says_nothing_sensible_is_refused_by_name(tmp_path, changes, named):
     raw = read_config(make_pair(tmp_path, experts=8).target)
     with pytest.raises(UnsupportedError, match=named):
         target_config(raw | changes)

@@ -188,12 +188,7 @@ FAST_CASES = [f"{phase}, drafts" for phase in ("admission", "chunk", "build", "d
         [f"{phase}, {way}" for phase in PHASES for way in ("drafts", "plain")[: 1 + (phase != "draft")]], FAST_CASES
     ),
 )
-def test_a_sequence_that_raises_is_dropped_and_its_neighbours_say_the_same(
-    pair: Pair,
-    plain_texts: Callable[[bool], dict[str, list[int]]],
-    case: str,
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_sequence_that_raises_is_dropped_and_its_neighbours_say_the_same(pair, plain_texts, case, monkeypatch):
     phase, way = case.split(", ")
     speculate = way == "drafts"
     asked = {"speculate": speculate, **WAYS["penalised"]}

@@ -267,9 +267,7 @@ def check_slots(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("cut", fast_ones(range(BLOCK), (0, 4, BLOCK - 1)))
-def test_every_accepted_count_says_the_text_and_leaves_its_state(
-    pair: Pair, reference: HybridReference, text: Any, cut: int
-):
+def test_every_accepted_count_says_the_text_and_leaves_its_state(pair, reference, text, cut):
     engine = make_planted_engine(pair, page_size=4, max_model_len=64, max_num_seqs=3)
     texts = {f"r{length}": list(text(length)) for length in (1, 9)}
     run = PlannedRun(engine, texts, cut)
@@ -283,9 +281,7 @@ def test_every_accepted_count_says_the_text_and_leaves_its_state(
     assert engine.core.scheduler.states.num_used == 0
 
 
-def test_luck_preemption_and_prompts_in_chunks_leave_the_state_of_the_tokens(
-    pair: Pair, reference: HybridReference, text: Any
-):
+def test_luck_preemption_and_prompts_in_chunks_leave_the_state_of_the_tokens(pair, reference, text):
     sizes = {"max_model_len": 48, "num_pages": -(-(48 + 2 * BLOCK) // 4), "max_num_batched_tokens": 3 * BLOCK}
     engine = make_planted_engine(pair, page_size=4, max_num_seqs=3, **sizes)
     lengths = (29, 5, 17, 26)
@@ -321,9 +317,7 @@ def said(reference: HybridReference, asked: list[Request]) -> dict[str, list[int
 @pytest.mark.parametrize(
     "phase", fast_ones(["build", "choose", "behind choose", "behind verify", "read"], ("behind choose", "read"))
 )
-def test_a_batch_that_fails_is_run_in_halves_and_no_row_is_committed_twice(
-    pair: Pair, reference: HybridReference, phase: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_batch_that_fails_is_run_in_halves_and_no_row_is_committed_twice(pair, reference, phase, monkeypatch):
     good, engine = requests(3), faulty(pair)
     run = Run(engine, good).until(4)
     PHASES[phase](monkeypatch, engine.core)
@@ -337,9 +331,7 @@ def test_a_batch_that_fails_is_run_in_halves_and_no_row_is_committed_twice(
     assert run.texts == said(reference, good)
 
 
-def test_a_batch_that_fails_with_the_middle_of_a_prompt_repeats_its_chunk(
-    pair: Pair, reference: HybridReference, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_batch_that_fails_with_the_middle_of_a_prompt_repeats_its_chunk(pair, reference, monkeypatch):
     """The last chunk of a prompt leaves room for the one that fails, so both are in one batch."""
     good = flat_request("good", tuple(prompt_of(60)), 9)
     engine = faulty(pair, max_num_batched_tokens=32, max_num_seqs=2)
@@ -523,9 +515,7 @@ def test_without_layer_types_every_fourth_layer_has_attention_and_a_quarter_of_i
     assert config.rope.dim == config.head_dim // 4
 
 
-def test_a_device_that_is_not_proved_and_compile_and_float16_are_refused_by_name(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_device_that_is_not_proved_and_compile_and_float16_are_refused_by_name(pair, monkeypatch):
     with pytest.raises(UnsupportedError, match="--compile: a target with recurrent layers"):
         make_engine(pair.target, None, compile=True)
     with pytest.raises(UnsupportedError, match="--dtype float16: a target with recurrent layers"):

@@ -321,9 +321,7 @@ def test_who_shares_pages_with_nan_is_computed_anew(pair: Pair):
 
 
 @pytest.mark.exhaustive
-def test_what_refused_drafts_leave_is_scrubbed_and_not_what_was_written_since(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_refused_drafts_leave_is_scrubbed_and_not_what_was_written_since(pair, monkeypatch):
     """Now and then the drafts of "r1" leave NaN where they are refused; the step behind is in flight by then, and has
     written its own KV there."""
     asked = requests(12, pair.vocab_size)
@@ -403,9 +401,7 @@ def test_a_sequence_that_raises_is_dropped_and_its_neighbours_say_the_same(
 
 @pytest.mark.parametrize("where", ["launch", "read"])
 @pytest.mark.parametrize("ahead", [True, False], ids=["the step ahead", "the one that is read"])
-def test_a_fault_that_passes_costs_no_sequence_a_token(
-    lucky: Pair, where: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_fault_that_passes_costs_no_sequence_a_token(lucky, where, ahead, monkeypatch):
     asked = requests(4)
     expected = undisturbed(eager(lucky), asked)
     engine = overlapping(lucky)
@@ -436,9 +432,7 @@ def test_a_fault_that_passes_costs_no_sequence_a_token(
     assert run.texts == expected
 
 
-def test_who_runs_alone_is_not_blamed_for_a_step_that_cannot_be_launched_ahead(
-    lucky: Pair, monkeypatch: pytest.MonkeyPatch
-):
+def test_who_runs_alone_is_not_blamed_for_a_step_that_cannot_be_launched_ahead(lucky, monkeypatch):
     asked = requests(1)
     run = Run(overlapping(lucky), asked).until(4, "r0")
     launch, failed = run.core.launch, []

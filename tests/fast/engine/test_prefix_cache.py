@@ -255,9 +255,7 @@ def tree_of_prompts(subject: Subject, count: int, rng: random.Random) -> list[Pr
         pytest.param("demo", True, 400, marks=pytest.mark.slow),
     ],
 )
-def test_requests_over_a_tree_of_prefixes_get_no_wrong_token_and_leave_no_page(
-    folder: Path, name: str, eager: bool, count: int
-):
+def test_requests_over_a_tree_of_prefixes_get_no_wrong_token_and_leave_no_page(folder, name, eager, count):
     rng = random.Random(f"{name} {count}")
     if name == "demo":
         subject = Subject("demo", demo_folder("target"), demo_folder("draft"), [])

@@ -140,9 +140,7 @@ def test_a_message_without_a_request_to_tell_ends_the_engine_by_name(parent: Par
         ({"sampling": SamplingParams(min_tokens=2), "stop_token_ids": [1000]}, r"stop_token_ids .* in 0\.\.96"),
     ],
 )
-def test_a_request_that_can_never_run_is_refused_and_the_next_one_is_served(
-    parent: Parent, engine: Engine, changed: dict[str, Any], why: str
-):
+def test_a_request_that_can_never_run_is_refused_and_the_next_one_is_served(parent, engine, changed, why):
     ended = answers(parent, engine, submit("bad", **changed), submit("good"))
     assert ended["bad"].finish_reason == "error" and re.search(why, str(ended["bad"].error))
     assert ended["good"].finish_reason == "length"
@@ -200,9 +198,7 @@ def ready(parent: Parent, pair: Pair, stderr: Any = subprocess.DEVNULL, **settin
 
 
 @pytest.mark.exhaustive
-def test_the_log_of_an_engine_has_the_draft_that_was_read_in_the_form_that_was_asked_for(
-    parent: Parent, pair: Pair, tmp_path: Path
-):
+def test_the_log_of_an_engine_has_the_draft_that_was_read_in_the_form_that_was_asked_for(parent, pair, tmp_path):
     with (tmp_path / "log").open("w+b") as stderr:
         with ready(parent, pair, stderr, max_model_len=64, verify="full", log_format="json"):
             pass

@@ -8,7 +8,7 @@ import pytest
 from app.config.engine import EngineConfig
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import build_engine
-from app.engine.load.refusals import REFUSALS, Facts, Refusal, check
+from app.engine.load.refusals import REFUSALS, Facts, check
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.pairs import make_pair
 
@@ -29,9 +29,7 @@ EXAMPLES: list[tuple[str, dict[str, Any]]] = [  # a target and wishes for each r
 
 
 @pytest.mark.parametrize(("row", "example"), [*zip(REFUSALS, EXAMPLES, strict=True)], ids=lambda value: str(value[:2]))
-def test_a_combination_is_refused_by_name_before_weights_are_read(
-    row: Refusal, example: tuple[str, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_combination_is_refused_by_name_before_weights_are_read(row, example, tmp_path):
     model, wishes = example
     if model == "hybrid":
         pair = make_hybrid_pair(tmp_path)

@@ -9,7 +9,6 @@ from torch import Tensor
 from app.engine.checkpoint.decoder import rope_config
 from app.engine.checkpoint.shapes import Llama3Scaling, RopeConfig, YarnScaling
 from app.engine.cpu.backend import CpuBackend
-from app.engine.device.base import Backend
 from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
 from app.engine.models.rope import RotaryTable, head_order, reordered
@@ -92,9 +91,7 @@ def turned_by_hand(x_thd: Tensor, rope: RopeConfig) -> Tensor:
 @pytest.mark.parametrize("backend", [TorchBackend(CPU), CpuBackend(CPU)], ids=lambda backend: type(backend).__name__)
 @pytest.mark.parametrize("adjacent_pairs", [False, True])
 @pytest.mark.parametrize("dim", [None, 8, 2])
-def test_scores_are_those_of_the_checkpoints_pairs_whichever_a_backend_turns(
-    backend: Backend, adjacent_pairs: bool, dim: int | None
-) -> None:
+def test_scores_are_those_of_the_checkpoints_pairs_whichever_a_backend_turns(backend, adjacent_pairs, dim):
     rope = RopeConfig(100.0, dim=dim, adjacent_pairs=adjacent_pairs)
     q, k = (torch.randn(7, 2, 16, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     rotation = RotaryTable(rope, 16, 7, torch.float32, backend).at(torch.arange(7))

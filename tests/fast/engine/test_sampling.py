@@ -635,9 +635,7 @@ SIDE_BY_SIDE = [
 
 @pytest.mark.parametrize("cut", [0, 2, 7, "ragged"])
 @pytest.mark.parametrize("num_pages", [None, 14])
-def test_penalties_stand_on_the_drafts_before_a_row_and_on_their_own_sequence_alone(
-    engine_of, text, cut: int | str, num_pages: int | None
-):
+def test_penalties_stand_on_the_drafts_before_a_row_and_on_their_own_sequence_alone(engine_of, text, cut, num_pages):
     """With all drafts right, none, and some; side by side; and recomputed after preemption, in another's seat."""
     cuts = (lambda request_id, n: (n + len(request_id)) % 8) if cut == "ragged" else cut
     engine = engine_of(page_size=4, max_num_seqs=3, num_pages=num_pages, max_model_len=40)

@@ -192,9 +192,7 @@ def test_kv_memory_that_does_not_fit_says_what_would(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "warned"), [("float16", 1), ("float32", 0)])
-def test_a_dtype_that_is_slow_on_a_cpu_is_warned_of_once(
-    pair: Pair, dtype: str, warned: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_dtype_that_is_slow_on_a_cpu_is_warned_of_once(pair, dtype, warned, caplog):
     build_engine(EngineConfig(pair.target, pair.draft, device="cpu", dtype=dtype, verify="full", compile=False))
     assert [record.levelname for record in caplog.records if "float16 is slow" in record.message] == [
         "WARNING"
@@ -202,9 +200,7 @@ def test_a_dtype_that_is_slow_on_a_cpu_is_warned_of_once(
 
 
 @pytest.mark.parametrize(("dtype", "bytes_each"), [("float32", 4), ("bfloat16", 2)])
-def test_weights_that_do_not_fit_are_refused_with_both_numbers_before_any_is_read(
-    pair: Pair, dtype: str, bytes_each: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_do_not_fit_are_refused_with_both_numbers_before_any_is_read(pair, dtype, bytes_each, monkeypatch):
     read: list[str] = []
     parts = [load_file(folder / "model.safetensors") for folder in (pair.target, pair.draft)]
     needed = bytes_each * sum(tensor.numel() for part in parts for tensor in part.values())

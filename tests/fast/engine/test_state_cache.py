@@ -125,9 +125,7 @@ def test_a_conversation_hits_up_to_the_last_page_of_the_answer(pair: Pair, refer
 
 @pytest.mark.parametrize("max_tokens", fast_ones(range(4, 10), (5, 6, 7, 8)))
 @pytest.mark.parametrize("speculate", [True, False])
-def test_steps_that_overlap_leave_the_same_checkpoints(
-    pair: Pair, reference: HybridReference, max_tokens: int, speculate: bool
-):
+def test_steps_that_overlap_leave_the_same_checkpoints(pair, reference, max_tokens, speculate):
     """An answer may end at any row of a page."""
     with device_lengths():
         engine = engine_of(pair, enforce_eager=False, max_graphs=4)
@@ -139,9 +137,7 @@ def test_steps_that_overlap_leave_the_same_checkpoints(
 
 
 @pytest.mark.parametrize("caching", [False, True])
-def test_a_prompt_that_fails_between_its_chunks_gives_the_spare_slot_back(
-    pair: Pair, caching: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_prompt_that_fails_between_its_chunks_gives_the_spare_slot_back(pair, caching, monkeypatch):
     engine = engine_of(pair, max_num_batched_tokens=32, prefix_caching=caching, enforce_eager=True)
     run = Run(engine, [flat_request("bad", tokens_of(60), 9)])
     run.step()
@@ -356,9 +352,7 @@ def test_dflash_and_a_cache_change_no_token(lucky: Subject, case: Case, short_in
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("path", ["eager", "overlap"])
-def test_a_second_turn_says_what_a_cold_engine_says(
-    lucky: Subject, path: str, short_interval: None, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_second_turn_says_what_a_cold_engine_says(lucky, path, short_interval, monkeypatch):
     monkeypatch.setattr("app.engine.load.states.PER_SEQUENCE", 32)  # so that no checkpoint of the first turn is evicted
     case = Case(concurrency=4, page_size=4, block_size=8, path=path)
     cached = replace(case, cached=True)

@@ -231,9 +231,7 @@ def test_a_mixed_step_worked_out_by_hand():
 
 @settings(max_examples=200)
 @given(batches(), st.integers(0, 5), st.integers(2, 40), st.integers(0, 1))
-def test_padding_leaves_real_rows_alone_and_keeps_the_contract(
-    drawn: tuple[Batch, int, int], more_seqs: int, max_graphs: int, spare: int
-) -> None:
+def test_padding_leaves_real_rows_alone_and_keeps_the_contract(drawn, more_seqs, max_graphs, spare):
     batch, page_size, block_size = drawn
     batch.prefills.clear()
     assume(batch.decodes)
@@ -287,9 +285,7 @@ def check_padded(own: RowGroup, group: RowGroup, rows: int, scratch_pages: int, 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 8, 16])
 @pytest.mark.parametrize("max_graphs", [2, 3, 5, 16, 48])
 @pytest.mark.parametrize("spare", [0, 1])
-def test_every_step_finds_a_graph_and_there_are_no_more_than_allowed(
-    max_num_seqs: int, block_size: int, max_graphs: int, spare: int
-) -> None:
+def test_every_step_finds_a_graph_and_there_are_no_more_than_allowed(max_num_seqs, block_size, max_graphs, spare):
     sizes = settle_graph_sizes(max_num_seqs, block_size, max_graphs, draft_graphs=True, spare=spare)
     assert len(sizes.targets) + len(sizes.drafts) <= max_graphs
     assert len(sizes.targets) == len(set(sizes.targets)) and sizes.drafts == sorted(set(sizes.drafts))
@@ -334,9 +330,7 @@ def test_rows_are_shared_in_sizes_between_powers_of_two() -> None:
 
 @settings(max_examples=60)
 @given(st.data(), st.sampled_from([1, 3, 8, 20]), st.sampled_from([2, 4, 16]), st.integers(2, 48), st.integers(0, 1))
-def test_steps_are_padded_to_what_could_be_captured_and_cost_that(
-    data: st.DataObject, max_num_seqs: int, block_size: int, max_graphs: int, spare: int
-) -> None:
+def test_steps_are_padded_to_what_could_be_captured_and_cost_that(data, max_num_seqs, block_size, max_graphs, spare):
     """Any graph but the largest may be missing."""
     planned = settle_graph_sizes(max_num_seqs, block_size, max_graphs, draft_graphs=True, spare=spare)
     kept = st.lists(st.booleans(), min_size=max_graphs, max_size=max_graphs)

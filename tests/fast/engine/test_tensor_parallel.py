@@ -134,9 +134,7 @@ def layer_output(config: DecoderConfig, weights: Stored, comm: Comm, layout: Exp
     qk_norm=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_a_layer_of_ranks_is_the_whole_layer(
-    size: int, kv_heads: int, group: int, inner: int, biases: bool, qk_norm: bool, seed: int
-):
+def test_a_layer_of_ranks_is_the_whole_layer(size, kv_heads, group, inner, biases, qk_norm, seed):
     config = DecoderConfig(
         hidden_size=12, intermediate_size=inner * size, num_layers=1, num_heads=kv_heads * group * size,
         num_kv_heads=kv_heads * size, head_dim=8, vocab_size=size, rms_norm_eps=1e-6, rope=RopeConfig(1e4),
@@ -184,9 +182,7 @@ def test_a_layer_of_ranks_that_share_experts_is_the_whole_layer(size: int, layou
     experts=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_a_hybrid_layer_of_ranks_is_the_whole_layer(
-    size: int, k_heads: int, group: int, recurrent: bool, grouped: bool, experts: bool, seed: int
-):
+def test_a_hybrid_layer_of_ranks_is_the_whole_layer(size, k_heads, group, recurrent, grouped, experts, seed):
     v_heads = k_heads * group * size
     config = DecoderConfig(
         hidden_size=16, intermediate_size=8 * size, num_layers=1, num_heads=2 * size, num_kv_heads=size, head_dim=8,
@@ -700,9 +696,7 @@ QWEN3 = {"vocab_size": 96}
         (QWEN3, {"draft_tensor_parallel_size": 2}, "give 1 or --tensor-parallel-size, which is 1"),
     ],
 )
-def test_what_cannot_be_split_is_refused_by_name_before_a_rank_is_started(
-    tmp_path: Path, shape: dict[str, Any], wishes: dict[str, Any], said: str
-):
+def test_what_cannot_be_split_is_refused_by_name_before_a_rank_is_started(tmp_path, shape, wishes, said):
     pair = make_pair(tmp_path, **shape)
 
     def started(backend: Any) -> Any:
@@ -733,9 +727,7 @@ def test_a_draft_that_cannot_be_split_as_its_target_can_is_whole_on_each_rank_if
         ({"k_heads": 3, "v_heads": 6}, "the target has 3 key heads in its recurrent layers, which 2 does not divide"),
     ],
 )
-def test_a_hybrid_whose_heads_do_not_divide_is_refused_with_the_number(
-    tmp_path: Path, shape: dict[str, Any], said: str
-):
+def test_a_hybrid_whose_heads_do_not_divide_is_refused_with_the_number(tmp_path, shape, said):
     pair = make_hybrid_pair(tmp_path, vocab_size=96, **shape)
     with pytest.raises(UnsupportedError, match=said):
         build_engine(EngineConfig(pair.target, pair.draft, device="cpu", tensor_parallel_size=2, **UNTIMED))
@@ -817,9 +809,7 @@ def test_ranks_profile_a_step_each_by_itself_before_the_first_message(lucky: Pai
     assert {len(text) for text in texts.values()} == {12, 13, 14, 15}
 
 
-def test_a_graph_that_one_rank_cannot_capture_is_left_out_by_all(
-    lucky: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_graph_that_one_rank_cannot_capture_is_left_out_by_all(lucky, monkeypatch, caplog):
     """Targets and drafts are. The exchange comes before a replay, which the others could not make alone."""
 
     def failing(rank: int, metas: list[AttentionMetadata]) -> bool:
@@ -835,9 +825,7 @@ def test_a_graph_that_one_rank_cannot_capture_is_left_out_by_all(
 
 
 @pytest.mark.parametrize("what", ["target of 4 sequences", "draft of 4 blocks"])
-def test_a_graph_that_no_larger_one_replaces_ends_all_ranks_with_a_sentence(
-    lucky: Pair, monkeypatch: pytest.MonkeyPatch, what: str
-):
+def test_a_graph_that_no_larger_one_replaces_ends_all_ranks_with_a_sentence(lucky, monkeypatch, what):
     num_captured = [0, 0]
     last_target = 5 if "draft" in what else 0
 

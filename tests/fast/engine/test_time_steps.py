@@ -1,7 +1,6 @@
 """A start is timed for at most ten seconds, by a clock of its own: no real time is asserted."""
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -128,9 +127,7 @@ class Device:
 
 
 @pytest.mark.parametrize(("overlap", "ms"), [(True, 5.0), (False, 6.0)])
-def test_the_hosts_part_counts_only_where_serving_does_not_hide_it(
-    monkeypatch: pytest.MonkeyPatch, overlap: bool, ms: float
-) -> None:
+def test_the_hosts_part_counts_only_where_serving_does_not_hide_it(monkeypatch, overlap, ms):
     device = Device()
     monkeypatch.setattr(time_steps, "time", device)
     monkeypatch.setattr(time_steps, "_with_varied_tokens", lambda runner, shape: shape)
@@ -139,9 +136,7 @@ def test_the_hosts_part_counts_only_where_serving_does_not_hide_it(
 
 
 @pytest.mark.parametrize("draft_enforce_eager", [False, True])
-def test_steps_of_a_runner_with_graphs_cost_what_they_are_padded_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft_enforce_eager: bool
-) -> None:
+def test_steps_of_a_runner_with_graphs_cost_what_they_are_padded_to(tmp_path, monkeypatch, draft_enforce_eager):
     """Blocks without graphs of their own are not widened, but the target's steps are padded."""
     pair = make_pair(tmp_path)
     monkeypatch.setattr(time_steps, "MAX_SECONDS", 0.3)
@@ -157,9 +152,7 @@ def test_steps_of_a_runner_with_graphs_cost_what_they_are_padded_to(
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False])
-def test_rows_of_a_timed_step_have_different_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enforce_eager: bool
-) -> None:
+def test_rows_of_a_timed_step_have_different_tokens(tmp_path, monkeypatch, enforce_eager):
     """Rows of one token have the same experts. Anchors of made-up sequences are alike, and so are their drafts."""
     seen: list[tuple[int, int]] = []  # rows, and different tokens
     forward = Target.forward

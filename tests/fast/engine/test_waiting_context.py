@@ -40,9 +40,7 @@ def slots_of(waiting: list[tuple[torch.Tensor, ...]]) -> set[int]:
 
 @pytest.mark.parametrize("kv_pages", [None, 56], ids=["roomy", "preempted"])
 @pytest.mark.parametrize("plain", ["all", "some"])
-def test_no_pending_slot_is_written_by_another_and_no_sequence_drafts_before(
-    pair: Pair, plain: str, kv_pages: int | None
-):
+def test_no_pending_slot_is_written_by_another_and_no_sequence_drafts_before(pair, plain, kv_pages):
     engine = engine_of(pair, kv_pages=kv_pages)
     forward, most = engine.core.runner.forward, 0
     choose, draft = forward.choose, forward.draft
@@ -67,9 +65,7 @@ def test_no_pending_slot_is_written_by_another_and_no_sequence_drafts_before(
 
 
 @pytest.mark.parametrize(("budget", "num_requests", "steps"), [(512, 1, 32), (32, 2, 16)])
-def test_no_more_steps_wait_than_allowed_nor_more_rows_than_the_widest_step_has(
-    pair: Pair, budget: int, num_requests: int, steps: int
-):
+def test_no_more_steps_wait_than_allowed_nor_more_rows_than_the_widest_step_has(pair, budget, num_requests, steps):
     engine = engine_of(pair, max_num_batched_tokens=budget)
     forward, waited = engine.core.runner.forward, []
     write = forward.pending_context.write

@@ -53,9 +53,7 @@ def full() -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("verify", fast_ones([1, 2, 5, 16, "auto"], (2, 16)))
 @pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-def test_tokens_do_not_depend_on_how_many_drafts_are_verified(
-    full: dict[str, list[int]], verify: str | int, eager: bool
-) -> None:
+def test_tokens_do_not_depend_on_how_many_drafts_are_verified(full, verify, eager):
     steps: list[StepOutput] = []
     assert engine(verify, enforce_eager=eager).run(requests(), steps.append) == full
     most = max(delta.num_verified for step in steps for delta in step.deltas)
@@ -99,9 +97,7 @@ class EveryWidth(Policy):
 
 
 @pytest.mark.parametrize("eager", fast_ones([True, False], (False,)))
-def test_blocks_are_as_wide_as_the_policy_wants_or_as_the_next_captured_width(
-    full: dict[str, list[int]], eager: bool
-) -> None:
+def test_blocks_are_as_wide_as_the_policy_wants_or_as_the_next_captured_width(full, eager):
     core = engine("full", enforce_eager=eager)
     core.scheduler.policy = EveryWidth(16)
     drafted = blocks_drafted(core)
@@ -112,9 +108,7 @@ def test_blocks_are_as_wide_as_the_policy_wants_or_as_the_next_captured_width(
     assert all(rows == next(width for width in captured if width >= wanted) for wanted, rows in drafted)
 
 
-def test_automatic_blocks_are_as_narrow_as_what_is_verified_of_them(
-    full: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_automatic_blocks_are_as_narrow_as_what_is_verified_of_them(full, monkeypatch):
     steady_costs(monkeypatch)
     core = engine("auto")
     drafted = blocks_drafted(core)
@@ -174,9 +168,7 @@ def test_a_width_that_no_block_has_is_refused(verify: int) -> None:
 
 
 @pytest.mark.parametrize("block_size", fast_ones([2, 3, 4, 5], (2, 5)))
-def test_the_policy_of_blocks_that_are_narrower_than_a_probe_starts_with_graphs(
-    tmp_path: Path, block_size: int
-) -> None:
+def test_the_policy_of_blocks_that_are_narrower_than_a_probe_starts_with_graphs(tmp_path, block_size):
     pair = make_pair(tmp_path, block_size=block_size)
     config = {"target": pair.target, "draft": pair.draft, "page_size": 8, "max_num_batched_tokens": 64}
     built = build_engine(
