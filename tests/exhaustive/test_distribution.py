@@ -248,7 +248,6 @@ def test_the_tail_and_the_power_are_those_of_chi_square():
 
 @pytest.mark.parametrize("first_seed", [0, 2**32 - 1000, 2**63])
 def test_draws_follow_the_probabilities_and_neighbours_know_nothing_of_each_other(first_seed: int):
-    """Four million draws: of neighbouring tokens of an answer, and of neighbouring seeds."""
     seeds, length = 2000, 2000
     logits = torch.tensor([0.3, -1.0, 1.2, 0.0, -0.2])
     sampler = Sampler(len(logits), make_backend("cpu"))

@@ -41,7 +41,6 @@ def test_text_with_dflash_is_text_without_is_transformers(tmp_path: Path, shape:
 
 
 def test_a_family_read_as_another_is_caught(tmp_path: Path) -> None:
-    """The comparison has teeth: Llama's scaled RoPE left out changes the text."""
     pair = make_pair(tmp_path, **LUCKY | FAMILIES["Llama 3.1"])
     subject = Subject("Llama", pair.target, pair.draft, random_prompts(pair.vocab_size, 10), load_transformers)
     texts = list(subject.plain(Case()))

@@ -136,7 +136,6 @@ def test_any_conversation_gets_an_answer_or_an_error(talkative, path, field, of_
 
 @pytest.mark.parametrize("path", PATHS)
 def test_any_bytes_get_an_error(talkative: Server, path: str) -> None:
-    """Cut, flipped and made up."""
     good = json.dumps({**HELLO[path], "temperature": 0.5, "stop": ["a", "\u00e9"]}, ensure_ascii=False).encode()
 
     @settings(ANY, max_examples=100)

@@ -35,7 +35,6 @@ def test_what_is_committed_is_what_transformers_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [*SHAPES, "demo"])
 def test_the_references_target_is_transformers(name: str, tmp_path: Path) -> None:
-    """Logits and the residual stream, at once and one row after another."""
     folder = demo_folder("target") if name == "demo" else random_checkpoint(tmp_path, **SHAPES[name]).folder
     ours, theirs = load_target(folder), load_transformers(folder)
     assert torch.equal(ours.get_input_embeddings().weight, theirs.get_input_embeddings().weight)

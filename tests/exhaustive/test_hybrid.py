@@ -151,7 +151,6 @@ def test_dflash_changes_no_token(subject: Subject, near_ties: list[Comparison], 
 
 @pytest.mark.parametrize("draft", [True, False], ids=["with DFlash", "plain"])
 def test_a_conversation_from_the_prefix_cache_says_transformers_text(tmp_path: Path, draft: bool):
-    """Each turn continues the answer before it, from a state that decoding left behind a page of that answer."""
     pair = make_hybrid_pair(tmp_path, seed=4, max_position_embeddings=256)
     target, text = load_transformers(pair.target), tokens_of(19)
     of_draft = pair.draft if draft else None

@@ -81,7 +81,6 @@ def near_ties(subject: Subject) -> Iterator[list[Comparison]]:
 
 @on_subjects(PLAIN_CASES)
 def test_plain_decoding_is_transformers_own(subject: Subject, near_ties: list[Comparison], case: Case):
-    """With filters, and penalties by counts that are made for every token."""
     comparison = subject.compare(list(subject.plain(case)), case)
     assert_lossless(comparison)
     near_ties.append(comparison)

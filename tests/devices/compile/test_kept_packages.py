@@ -104,7 +104,6 @@ def test_a_package_counts_as_used_when_it_is_loaded() -> None:
 
 @pytest.mark.parametrize("at", ["code", "end", "nothing is left"])
 def test_a_damaged_package_is_refused(tmp_path: Path, at: str) -> None:
-    """PyTorch would run what is left of its code."""
     path = tmp_path / "target.pt2"
     with zipfile.ZipFile(path, "w") as files:
         files.writestr("model.so", b"code" * 1000)

@@ -15,7 +15,7 @@ from app.engine.device.base import AttentionMask, AttentionMetadata, Heads, Laye
 from app.engine.errors import UnsupportedError
 from app.engine.load.self_test import check_attention
 from app.engine.step.graph_sizes import settle_graph_sizes
-from tests.devices.cuda.pages import Paged
+from tests.fast.engine.paged import Paged
 
 torch.set_num_threads(1)
 
@@ -80,7 +80,6 @@ ORDERS: dict[str, Callable[[int, int], int]] = {
 
 
 def test_whichever_program_of_a_tile_is_last_adds_its_partial_results_to_the_same_bits(backend, monkeypatch):
-    """A launch leaves the counters that the next one needs."""
     sinks, found = torch.tensor([-30.0, 0.5, 2.0, 4.0]), []
     for order in ORDERS.values():
         own = InterpreterBuilder.set_grid_idx
@@ -127,7 +126,6 @@ def test_a_sink_takes_its_share_once_however_tokens_are_split(backend, splits, w
 
 
 def test_tokens_behind_every_rows_window_are_not_read(backend):
-    """Their pages are not even looked up, from the tile of a kernel's step on."""
     case = Paged([16, 1], [150, 100], window=20, extra_columns=0)
     for line, kv_len, rows in zip(case.meta.page_table, case.host_seq_lens, case.query_lens, strict=True):
         line[: (kv_len - rows + 1 - 20) // 16] = 10**6
@@ -190,7 +188,6 @@ def shape(query_lens: list[int]) -> Geometry:
 @pytest.mark.parametrize("block_size", [2, 3, 10, 16])
 @pytest.mark.parametrize("max_num_seqs", [1, 5, 64])
 def test_a_graphs_tiles_have_room_for_all_rows_however_a_replay_spreads_them(block_size, max_num_seqs):
-    """A tile of one row is for graphs in which no sequence has more."""
     sizes = settle_graph_sizes(max_num_seqs, block_size, 48, draft_graphs=True, spare=0)
     for seqs, rows in sizes.targets:
         each = sizes.padding_rows(seqs, rows)
@@ -211,7 +208,6 @@ def test_one_row_a_sequence_is_split_over_two_tiles_a_multiprocessor(num_seqs, s
 
 @pytest.mark.parametrize(("num_seqs", "splits"), [(1, 16), (2, 8), (4, 4), (8, 2), (16, 2), (32, 1), (64, 1)])
 def test_blocks_are_split_over_one_tile_a_multiprocessor(num_seqs, splits):
-    """A graph in which sequences share rows counts whole blocks."""
     assert shape([16] * num_seqs).splits == shape([0] * num_seqs + [16 * num_seqs]).splits == splits
     assert shape([4] * num_seqs).splits == splits
 

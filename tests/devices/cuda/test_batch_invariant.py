@@ -13,11 +13,11 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 import app.engine.load.engine as build
 from app.engine.cuda import attention, products
 from app.engine.cuda.invariant import InvariantCudaBackend
-from app.engine.device.base import AttentionMask, AttentionMetadata, Heads, LayerKv, ProjectedRows
+from app.engine.device.base import AttentionMask, Heads, LayerKv, ProjectedRows
 from app.engine.errors import UnsupportedError
-from tests.devices.cuda.pages import Paged
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.lossless import make_engine, run_engine
+from tests.fast.engine.paged import Paged, attended
 from tests.fast.engine.pairs import make_pair
 
 torch.set_num_threads(1)
@@ -104,40 +104,8 @@ def test_rotated_and_normed_heads_of_a_row(backend: InvariantCudaBackend, dtype:
     assert_rows_alone(turned, normal(8, dim, dtype=dtype))
 
 
-class Sequence:
-    """Tokens of one sequence, whose last rows are queried on pages in any order and of any size."""
-
-    def __init__(self, length: int, dtype: torch.dtype, seed: int = 0) -> None:
-        self.q, self.k, self.v = (
-            normal(length, heads, 16, seed=seed + i, dtype=dtype) for i, heads in enumerate((4, 2, 2))
-        )
-
-
-def attended(
-    backend: InvariantCudaBackend,
-    shares: list[tuple[Sequence, int, int]],
-    mask: AttentionMask,
-    sinks: Tensor | None = None,
-    page_size: int = 16,
-    seed: int = 0,
-) -> list[Tensor]:
-    """Attention of the rows [start, end) of each sequence. Pages lie at random, with garbage behind the end."""
-    counts = [-(-end // page_size) for _, _, end in shares]
-    pages = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(seed))
-    table = torch.zeros(len(shares), max(counts) + seed % 3, dtype=torch.int32)
-    kv = LayerKv(*(torch.full((len(pages), page_size, 2, 16), 7.0, dtype=shares[0][0].q.dtype) for _ in range(2)))
-    for line, (sequence, _, end), own in zip(table, shares, pages[: sum(counts)].split(counts), strict=True):
-        line[: len(own)] = own
-        tokens = torch.arange(end)
-        kv.k[line[tokens // page_size].long(), tokens % page_size] = sequence.k[:end]
-        kv.v[line[tokens // page_size].long(), tokens % page_size] = sequence.v[:end]
-    lens = [end - start for _, start, end in shares]
-    starts = torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
-    ends = torch.tensor([end for *_, end in shares], dtype=torch.int32)
-    meta = AttentionMetadata(starts, ends, table, lens, ends.tolist(), page_size)
-    meta.plans[mask] = backend.plan_attention(meta, mask, 2)
-    q = torch.cat([sequence.q[start:end] for sequence, start, end in shares])
-    return [*backend.attention(q, kv, meta, mask, sinks).split(lens)]
+def sequence_of(length: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, ...]:
+    return tuple(normal(length, heads, 16, seed=seed + i, dtype=dtype) for i, heads in enumerate((4, 2, 2)))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +120,7 @@ def test_attention_of_a_row(backend, monkeypatch, dtype, how):
     monkeypatch.setattr(attention, "CHUNK", 64)
     mask = AttentionMask(causal=True, window=None if how == "full" else 34)
     sinks = None if how == "full" else normal(4)
-    sequence, other, third = Sequence(150, dtype), Sequence(90, dtype, seed=10), Sequence(33, dtype, seed=20)
+    sequence, other, third = sequence_of(150, dtype), sequence_of(90, dtype, seed=10), sequence_of(33, dtype, seed=20)
     batches = [
         ([(sequence, 0, 150)], 0, 16, 1),
         ([(other, 89, 90), (sequence, 130, 131)], 1, 16, 2),
@@ -162,25 +130,24 @@ def test_attention_of_a_row(backend, monkeypatch, dtype, how):
         ([(sequence, 87, 150), (third, 32, 33)], 0, 16, 6),
         ([(third, 31 - i, 33 - i) for i in range(15)] + [(sequence, 129, 131)], 15, 16, 7),
     ]
-    (alone,) = attended(backend, [(sequence, 130, 131)], mask, sinks)
+    (alone,) = attended(backend, [(sequence, 130, 131)], mask, sinks=sinks)
     for multiprocessors, (shares, own, page_size, seed) in zip((1000, 1, 8, 1000, 40, 1, 60), batches, strict=True):
         monkeypatch.setattr(backend, "multiprocessors", multiprocessors)
         start = shares[own][1]
-        found = attended(backend, shares, mask, sinks, page_size, seed)[own]
+        found = attended(backend, shares, mask, sinks=sinks, page_size=page_size, seed=seed)[own]
         assert torch.equal(found[130 - start], alone[0]), seed
     for position in (0, 16, 63, 64, 127, 128):
         monkeypatch.setattr(backend, "multiprocessors", 1000)
-        (single,) = attended(backend, [(sequence, position, position + 1)], mask, sinks)
+        (single,) = attended(backend, [(sequence, position, position + 1)], mask, sinks=sinks)
         monkeypatch.setattr(backend, "multiprocessors", 1)
-        (prompt,) = attended(backend, [(sequence, max(0, position - 3), position + 2)], mask, sinks)
+        (prompt,) = attended(backend, [(sequence, max(0, position - 3), position + 2)], mask, sinks=sinks)
         assert torch.equal(prompt[min(3, position)], single[0]), position
 
 
 def test_attention_of_a_row_among_512(backend: InvariantCudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of rows changes the number of programs, and no bit."""
     monkeypatch.setattr(attention, "CHUNK", 32)
     monkeypatch.setattr(backend, "multiprocessors", 132)
-    sequence, other = Sequence(70, torch.float32), Sequence(64, torch.float32, seed=10)
+    sequence, other = sequence_of(70, torch.float32), sequence_of(64, torch.float32, seed=10)
     (alone,) = attended(backend, [(sequence, 69, 70)], AttentionMask(causal=True))
     for count in COUNTS[1:]:
         rest, whole = (count - 1) % 64, [(other, 0, 64)] * ((count - 1) // 64)
@@ -190,7 +157,6 @@ def test_attention_of_a_row_among_512(backend: InvariantCudaBackend, monkeypatch
 
 
 def test_such_attention_is_a_softmax_over_each_sequences_own_tokens(backend, monkeypatch):
-    """In parts that one program folds, and many, with windows that begin inside of a part, and with sinks."""
     monkeypatch.setattr(attention, "CHUNK", 32)
     for sinks, window, causal, (rows, lens) in itertools.product(
         (None, torch.tensor([-30.0, 0.5, 2.0, 4.0])), (None, 20), (True, False), (([1, 16, 3, 7], [70, 90, 3, 64]),)
@@ -225,7 +191,6 @@ def test_a_weight_whose_columns_are_no_whole_tiles_is_refused_by_name(backend: I
 
 
 def test_texts_in_bfloat16_are_equal_with_drafts_and_without_in_any_batch(tmp_path, monkeypatch):
-    """From graphs whose steps overlap too, and for a prompt in chunks."""
     monkeypatch.setattr(build, "make_backend", lambda device, **_: InvariantCudaBackend(torch.device(device)))
     monkeypatch.setattr(build, "check_attention", lambda *_: None)
     monkeypatch.setattr(build, "_warm_up", lambda *_: None)

@@ -64,7 +64,6 @@ def wide(weights: ExpertWeights) -> ExpertWeights:
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("rows", [1, 30])
 def test_a_mixture_is_the_reference(rows: int, dtype: torch.dtype, changes: dict[str, Any]) -> None:
-    """With 30 rows some experts have more than one tile of pairs."""
     moe = replace(MOE, **changes)
     x, weights = made(moe, rows, dtype)
     found, wanted = experts.mixture(x, weights, moe), mixture(x.float(), wide(weights), moe)

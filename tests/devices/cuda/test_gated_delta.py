@@ -86,7 +86,6 @@ def test_a_dropped_or_repeated_step_commits_nothing_twice() -> None:
 
 
 def test_a_state_may_be_read_from_one_slot_and_written_to_another() -> None:
-    """The slot that is read stays as it is, so it may be read again."""
     layer = cuda_layer(SMALL)
     layer.found(layer.rows(BLOCK), [1], [0], [BLOCK])
     before, rows = layer.state, layer.rows(6)

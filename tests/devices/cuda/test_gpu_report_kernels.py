@@ -151,7 +151,6 @@ def test_each_case_is_a_part_so_that_one_that_breaks_takes_no_other_along(backen
 
 
 def test_attention_is_checked_in_the_shapes_that_graphs_replay() -> None:
-    """32 sequences and padding, of whole blocks and of ragged ones, at the widths that serving has."""
     causal = [[q for q, _ in lens] for lens in CUDA.causal.values()]
     for whole in ([1] * 32 + [0], [16] * 32 + [0]):
         assert whole in causal

@@ -68,7 +68,6 @@ def test_dflash_changes_no_token(pair: Pair, expected: list[list[int]], wishes: 
 
 @pytest.mark.usefixtures("expected", "on_cuda")
 def test_nor_does_a_step_that_is_launched_before_the_last_one_is_read(pair: Pair, expected: list[list[int]]) -> None:
-    """One of two sequences ends, and another comes into its slot."""
     on_cuda = engine(pair, **GRAPHS)
     log = Log(on_cuda.core)
     run = run_engine(on_cuda, requests(count=3))

@@ -86,7 +86,6 @@ def test_nor_one_that_is_drawn(pair: Pair, expected: Texts) -> None:
 
 @pytest.mark.usefixtures("expected", "on_cuda")
 def test_nor_one_that_penalties_and_a_bias_decide(pair: Pair, expected: Texts) -> None:
-    """Beside a request without them."""
     run = run_engine(engine(pair, **GRAPHS), [requests()[0], requests("penalised")[1]])
     assert run.texts == [expected["greedy"][0], expected["penalised"][1]] and run.acceptance_length > 1.2
     assert expected["penalised"][1] != expected["greedy"][1]
@@ -109,7 +108,6 @@ def test_nor_does_a_cached_prompt_change_one_or_lose_a_draft(pair: Pair, expecte
 
 @pytest.mark.usefixtures("expected", "on_cuda")
 def test_nor_does_a_step_that_is_launched_before_the_previous_one_is_read(pair: Pair, expected: Texts) -> None:
-    """One of two sequences ends, and another comes."""
     on_cuda = engine(pair, **GRAPHS)
     log = Log(on_cuda.core)
     run = run_engine(on_cuda, requests(count=3))

@@ -14,9 +14,9 @@ from app.engine.cuda import attention, prefill
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.prefill import Packed
 from app.engine.device.base import AttentionMask
-from tests.devices.cuda.pages import Paged
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.lossless import make_engine, run_engine
+from tests.fast.engine.paged import Paged
 from tests.fast.engine.pairs import make_pair
 
 torch.set_num_threads(1)

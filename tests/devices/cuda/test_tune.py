@@ -19,7 +19,7 @@ from app.engine.cuda.invariant import InvariantCudaBackend
 from app.engine.cuda.products import Product
 from app.engine.cuda.tune import Outputs, Question, Variant
 from app.engine.device.base import Heads
-from tests.devices.cuda.pages import Paged
+from tests.fast.engine.paged import Paged
 
 torch.set_num_threads(1)
 
@@ -82,7 +82,6 @@ def test_a_variant_that_raises_is_a_warning_with_its_name_and_error(machine, tmp
 
 
 def test_a_variant_that_kills_the_process_is_not_tried_again(machine: Machine, tmp_path: Path) -> None:
-    """Answers found before it are not lost either."""
     asked = [machine.question("a", (1,)), machine.question("b", (2,), FAULTY), machine.question("c", (1,))]
     with pytest.raises(RuntimeError, match="shared memory") as raised:
         machine.tune(asked, tmp_path, is_fatal=lambda error: True)

@@ -122,7 +122,6 @@ def test_one_expert_alone_is_refused_before_weights_are_opened(tmp_path: Path, m
 
 
 def test_biases_and_sinks_are_cast_once_when_they_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operators get the very tensors of the layers, in every step."""
     pair = make_pair(tmp_path, **GPT_OSS | {"head_dim": 64})
     given: dict[str, set[int]] = {"bias": set(), "learnable_sink": set()}
 

@@ -59,7 +59,6 @@ def test_a_torch_npu_without_cann_is_told_to_source_set_env(monkeypatch: pytest.
 
 
 def test_a_device_that_computes_nothing_is_found_out() -> None:
-    """Level 2 of the harness: everything loads and launches, and there are no numbers."""
     results = report("npu:0")
     for name in ("torch", "torch_npu", "devices", "chip", "operators", "backend", "memory"):
         assert results[name]["status"] == "ok", results[name]

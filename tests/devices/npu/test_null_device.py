@@ -130,7 +130,6 @@ def test_every_launch_and_every_wait_is_traced() -> None:
 
 @pytest.mark.parametrize(("cann", "entry"), [("9.1.0", "V3"), ("none", "V2")])
 def test_the_cann_version_decides_which_attention_is_launched(run_python, tmp_path, cann, entry):
-    """And the trace can go to a file, also from another process."""
     run_python(ATTENTION, NPU_STUB_TRACE=str(tmp_path / "trace"), NPU_STUB_CANN=cann)
     launched = [line for line in (tmp_path / "trace").read_text().splitlines() if "Attention" in line]
     assert launched == [f"launch aclnnFusedInferAttentionScore{entry}"]

@@ -235,7 +235,6 @@ def test_a_replay_hands_lengths_over_without_a_look_at_each(pair: Pair, monkeypa
 
 
 def test_padding_finds_slots_and_positions_where_the_context_is_shorter_than_it() -> None:
-    """129 rows of padding at the largest graph, over a page of 128 slots and a context of 40 tokens."""
     small = {"max_num_seqs": 8, "max_num_batched_tokens": 160, "max_model_len": 40}
     short = [replace(request, token_ids=request.token_ids[:20], max_tokens=20) for request in demo.requests(10)]
     expected = demo.run(demo.engine("npu:0", "bfloat16", enforce_eager=True, **small), short)

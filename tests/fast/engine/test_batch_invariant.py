@@ -1,6 +1,5 @@
 """--batch-invariant on a CPU: a row's bits depend on its own sequence alone. Refusals name what cannot keep that."""
 
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -9,9 +8,10 @@ from torch import Tensor
 
 from app.engine.cpu import invariant
 from app.engine.cpu.invariant import InvariantCpuBackend
-from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
+from app.engine.device.base import AttentionMask
 from app.engine.device.factory import make_backend
 from app.engine.errors import UnsupportedError
+from tests.fast.engine.paged import attended
 
 COUNTS = (1, 3, 16, 64, 512)
 HIDDEN = 96
@@ -60,25 +60,6 @@ def test_the_usual_backend_does_not_promise_that() -> None:
     assert differing(lambda rows: usual.linear(rows, packed), x) and not usual.batch_invariant
 
 
-def attended(backend: Any, shares: list[tuple[Any, int, int]], mask: AttentionMask, page_size: int, seed: int) -> Any:
-    """Attention of rows [start, end) of sequences (q, k, v), on pages in any order. Other slots hold garbage."""
-    counts = [-(-end // page_size) for _, _, end in shares]
-    pages = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(seed))
-    table = torch.zeros(len(shares), max(counts), dtype=torch.int32)
-    dtype = shares[0][0][0].dtype
-    kv = LayerKv(*(torch.full((len(pages), page_size, 2, 16), 5.0 + seed, dtype=dtype) for _ in range(2)))
-    for line, ((_, k, v), _, end), own in zip(table, shares, pages[: sum(counts)].split(counts), strict=True):
-        line[: len(own)] = own
-        tokens = torch.arange(end)
-        kv.k[line[tokens // page_size].long(), tokens % page_size] = k[:end]
-        kv.v[line[tokens // page_size].long(), tokens % page_size] = v[:end]
-    lens, ends = [end - start for _, start, end in shares], [end for *_, end in shares]
-    starts = torch.tensor([0, *accumulate(lens)], dtype=torch.int32)
-    meta = AttentionMetadata(starts, torch.tensor(ends, dtype=torch.int32), table, lens, ends, page_size)
-    meta.plans[mask] = backend.plan_attention(meta, mask, 2)
-    return backend.attention(torch.cat([q[start:end] for (q, *_), start, end in shares]), kv, meta, mask).split(lens)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_row_attends_alike_alone_in_a_block_and_with_its_prompt(backend, dtype, window):
@@ -94,17 +75,16 @@ def test_a_row_attends_alike_alone_in_a_block_and_with_its_prompt(backend, dtype
         ([(third, 0, 33), (own, 585, 601)], 1),
         ([(own, 530, 640), (third, 30, 33)], 0),
     ]
-    (alone,) = attended(backend, [(own, 600, 601)], mask, 16, 1)
+    (alone,) = attended(backend, [(own, 600, 601)], mask, garbage=6.0)
     for seed, (shares, index) in enumerate(batches):
         for page_size in (4, 16, 128):
-            found = attended(backend, shares, mask, page_size, seed)[index]
+            found = attended(backend, shares, mask, page_size=page_size, seed=seed, garbage=5.0 + seed)[index]
             assert torch.equal(found[600 - shares[index][1]], alone[0]), (seed, page_size)
     usual = make_backend("cpu")
-    torch.testing.assert_close(alone, attended(usual, [(own, 600, 601)], mask, 16, 1)[0], atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(alone, attended(usual, [(own, 600, 601)], mask, garbage=6.0)[0], atol=1e-2, rtol=1e-2)
 
 
 def test_a_processor_whose_products_depend_on_the_place_is_refused(backend, monkeypatch):
-    """A double of it adds something to the last row of a block."""
     linear = invariant.F.linear
 
     def placed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -78,7 +78,6 @@ def test_a_process_that_fails_costs_one_line_and_the_engine_goes_on(command, sai
 
 
 def test_what_was_compiled_is_taken_up_by_the_thread_that_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process gets the settings, and the number of threads."""
     taken: list[Any] = []
     monkeypatch.setattr(compile_later, "load_kept", lambda forward: [forward])
     monkeypatch.setattr(compile_later, "take_up", lambda runner, compiled: taken.append(compiled))
@@ -117,7 +116,6 @@ def test_no_process_is_started_where_memory_would_run_out(beside_kv: int, caplog
 
 
 def test_closing_waits_for_code_that_is_being_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its files would stay in the folder."""
     loading, done = threading.Event(), threading.Event()
 
     def load(forward: Any) -> None:
@@ -148,8 +146,6 @@ def test_closing_ends_a_process_that_is_just_being_started(monkeypatch: pytest.M
 
 
 def test_kept_code_that_cannot_be_loaded_is_told(tmp_path, monkeypatch, caplog):
-    """The log would not say why a start compiles again."""
-
     def load(folder: Path) -> None:
         raise RuntimeError("write callback failed\nand a stack of C++")
 
@@ -195,7 +191,6 @@ def test_the_process_ends_with_the_engine() -> None:
 
 @pytest.mark.parametrize("has_folder", [True, False])
 def test_nothing_is_compiled_behind_ready_where_no_folder_would_keep_it(has_folder, tmp_path, monkeypatch, caplog):
-    """Each start would compile for a minute, and find nothing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cache_folder, "_owners_above", lambda folder: set() if has_folder else {12345})
     monkeypatch.setattr(building, "why_not", lambda: "")

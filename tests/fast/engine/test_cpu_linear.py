@@ -153,8 +153,6 @@ def test_what_is_not_finite_stays_so_and_touches_no_other_row_or_output(dtype, p
 @pytest.mark.parametrize("dtype", linear.DTYPES, ids=str)
 @pytest.mark.parametrize("place", [2, 6, 34])
 def test_tensors_of_a_mapped_file_lie_at_any_place(dtype, place):
-    """A header of safetensors has any number of bytes."""
-
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         memory = bytearray(place) + tensor.view(torch.uint8).numpy().tobytes()
         return torch.frombuffer(memory, dtype=dtype, offset=place).view(tensor.shape)

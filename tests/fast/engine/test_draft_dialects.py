@@ -54,7 +54,6 @@ def test_drafts_are_the_references_after_preemption_and_prefix_hits(tmp_path):
 
 
 def test_drafts_from_graphs_are_the_references(tmp_path):
-    """Layers of both masks are in one graph, and each replay plans both."""
     pair = SLIDING.make(tmp_path)
     engine = engine_of(pair, enforce_eager=False, max_graphs=4)
     assert engine.core.runner.graphs.has_draft
@@ -80,7 +79,6 @@ class Uncompiled:
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_every_row_drafts_if_the_anchors_row_does(tmp_path, graphs: bool):
-    """A block of 8 rows gives 8 drafts, or as many as are asked for, from as many rows."""
     pair = DIALECTS["sample from anchor"].make(tmp_path)
     for wanted, count in ((None, 8), (5, 4)):
         engine = engine_of(pair, block_size=wanted, enforce_eager=not graphs, max_graphs=4)
@@ -199,7 +197,6 @@ def test_the_text_with_a_draft_is_the_text_without(tmp_path, name: str):
 
 
 def test_an_unknown_key_is_told_by_its_name_and_known_noise_is_not(tmp_path, caplog):
-    """A key that is read at the top level alone is unknown inside dflash_config."""
     keys = {"colour": "red", "dflash_config.warmth": 3, "dflash_config.attention_bias": True}
     pair = Dialect(keys | {"attn_output_gate": True, "_note": 1}).make(tmp_path)
     raw, target = (json.loads((folder / "config.json").read_text()) for folder in (pair.draft, pair.target))

@@ -181,7 +181,6 @@ def test_a_block_over_no_context_at_all_equals_the_reference(tmp_path, page_size
 
 
 def test_rows_that_were_decoded_without_drafts_are_context_like_any_other(tmp_path):
-    """Like after steps of width 1, each of these rows was alone, or beside another sequence's block."""
     pair = make_pair(tmp_path, seed=4)
     engine = make_engine(pair.target, pair.draft, page_size=4, max_model_len=80, max_num_seqs=2)
     blocks = Blocks(engine)

@@ -114,7 +114,6 @@ def test_the_host_reads_no_value() -> None:
 
 
 def test_bfloat16_rows_choose_the_experts_that_float32_rows_choose() -> None:
-    """Scores of these rows differ by less than bfloat16 tells apart."""
     weights, x = random_weights(MOE), torch.ones(1, HIDDEN)
     steps = 1 + 1e-4 * torch.arange(MOE.num_experts)
     router = steps[:, None].expand(-1, HIDDEN) / 4

@@ -40,7 +40,6 @@ def test_logits_and_taps_are_the_references(tmp_path: Path, shape: str) -> None:
 
 
 def test_frequencies_in_an_older_file_change_nothing(tmp_path: Path) -> None:
-    """Files of Llama 2 have a tensor of them in each layer."""
     checkpoint = random_checkpoint(tmp_path, **FAMILIES["Llama 2"])
     text, file = checkpoint.prompts[1], checkpoint.folder / "model.safetensors"
     tensors = load_file(file)

@@ -309,8 +309,6 @@ def crowded(request: pytest.FixtureRequest, lucky: Pair, monkeypatch: pytest.Mon
 
 @pytest.mark.exhaustive
 def test_a_thousand_random_aborts_leave_nothing_behind(crowded: Engine):
-    """Queued, in the midst of a prompt, decoding plainly or in blocks, preempted, then running again, and waiting for a
-    sibling's pages."""
     core, scheduler, rng = crowded.core, crowded.core.scheduler, random.Random(1)
     live: list[str] = []
     aborted = count = 0

@@ -116,7 +116,6 @@ def test_the_last_rows_are_those_before_the_first_that_does_not_count():
 @pytest.mark.parametrize("can_wait", [True, False], ids=["counts on the host", "static"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_committing_and_verifying_together_is_one_after_the_other(shape: GatedDeltaConfig, can_wait: bool):
-    """Every accepted count, rows from 1 to a whole block, new sequences in old slots, and states that move."""
     layer = Layer(shape, commit_and_verify, can_wait=can_wait)
     layer.memory.num_tokens.fill_(40)
     for slots, starts, counts, next_slots in (

@@ -98,7 +98,6 @@ def test_what_would_run_wrongly_is_refused_by_name(pair: Pair, changes: dict[str
 
 
 def test_a_limit_of_null_clips_nothing_and_a_missing_one_is_the_published_one(tmp_path: Path) -> None:
-    """Experts' numbers are far below 1e9 here."""
     checkpoint = random_checkpoint(tmp_path, **GPT_OSS)
     file, text = checkpoint.folder / "config.json", checkpoint.prompts[2]
     raw = read_config(checkpoint.folder)

@@ -43,7 +43,6 @@ def test_where_nothing_says_what_is_available_unused_memory_is_free(folder: Path
     ],
 )
 def test_a_container_has_what_its_limit_leaves(folder: Path, limit: str, used: int, expected: tuple[int, int]) -> None:
-    """200 MB of what it uses are files."""
     (folder / "meminfo").write_text(MEMINFO)
     (folder / "memory.max").write_text(f"{limit}\n")
     (folder / "memory.current").write_text(f"{used}\n")

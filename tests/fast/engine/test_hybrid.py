@@ -332,7 +332,6 @@ def test_a_batch_that_fails_is_run_in_halves_and_no_row_is_committed_twice(pair,
 
 
 def test_a_batch_that_fails_with_the_middle_of_a_prompt_repeats_its_chunk(pair, reference, monkeypatch):
-    """The last chunk of a prompt leaves room for the one that fails, so both are in one batch."""
     good = flat_request("good", tuple(prompt_of(60)), 9)
     engine = faulty(pair, max_num_batched_tokens=32, max_num_seqs=2)
     run = Run(engine, [good])

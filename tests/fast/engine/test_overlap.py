@@ -105,7 +105,6 @@ def test_steps_count_why_the_next_one_was_not_ahead(lucky: Pair):
 
 
 def test_every_call_says_what_a_step_did(lucky: Pair):
-    """The one that begins a stretch, too: it launches two steps and reads one."""
     run = Run(overlapping(lucky), requests(3))
     while run.core.has_work:
         step = run.core.step()
@@ -229,7 +228,6 @@ def test_who_is_aborted_with_a_step_in_flight_frees_its_pages_at_once(lucky: Pai
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("verify", ["full", "auto"])
 def test_whatever_comes_and_goes_all_say_what_they_say_alone(lucky: Pair, verify: str, monkeypatch: pytest.MonkeyPatch):
-    """With aborts, flushes, preemption, shared prefixes and stop tokens, at random."""
     steady_costs(monkeypatch)
     rng = random.Random(7)
     alone = eager(lucky, prefix_caching=False)

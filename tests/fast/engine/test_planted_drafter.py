@@ -164,7 +164,6 @@ def test_the_drafts_context_is_made_of_the_accepted_tokens_features(engine_of, t
 
 @pytest.mark.parametrize("block_size", BLOCKS)
 def test_a_stop_token_at_any_place_ends_the_text_there_and_nothing_behind_it_counts(engine_of, text, block_size):
-    """As the first token, inside an accepted run, as its last draft, as the bonus, and one step later."""
     engine = engine_of(block_size=block_size, max_num_seqs=20)
     answer = text(9)[9:]
     places = [k for k in range(2 * block_size + 2) if answer[k] not in answer[:k]]
@@ -265,7 +264,6 @@ def test_plain_requests_beside_drafting_ones_run_one_row_and_never_meet_the_draf
 
 @pytest.mark.parametrize("cut", [0, 1, 4])
 def test_prompts_taken_in_chunks_beside_verify_rows_disturb_no_sequence(engine_of, text, cut):
-    """Three sequences share 15 rows. A decoding one verifies 5, so long prompts take many steps."""
     engine = engine_of(block_size=5, max_num_seqs=3, max_num_batched_tokens=15)
     engine.core.flush_cache()  # prompts that are found are not cut
     asked = Asked(text)
@@ -284,7 +282,6 @@ def test_prompts_taken_in_chunks_beside_verify_rows_disturb_no_sequence(engine_o
 
 @pytest.mark.parametrize("block_size", BLOCKS)
 def test_sampled_text_depends_on_the_seed_alone(engine_of, text, block_size):
-    """Not on cuts, company, chunks or preemption: the planned text is Transformers' plain run with the same noise."""
     sizes = {"max_model_len": 40, "num_pages": -(-(40 + 2 * block_size) // 4), "max_num_batched_tokens": 4 * block_size}
     engine = engine_of(block_size=block_size, **sizes)
     for cut in sorted({0, 1, block_size - 1}):

@@ -131,7 +131,6 @@ def test_a_warm_request_says_and_accepts_what_a_cold_one_does(subject: Subject, 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 def test_plain_stretches_leave_a_context_that_drafts_hit_on(subject: Subject, eager: bool):
-    """A prompt and its answer, decoded plainly; then what follows them, drafted. And the other way round."""
     half = Case(temperature=None, speculation="half")
     cold, warm = (engine_of(subject, cache=cache, enforce_eager=eager, page_size=4) for cache in (False, True))
     said = ask(warm, *(replace(r, speculate=not r.speculate) for r in subject.requests(half)))
@@ -154,7 +153,6 @@ def test_plain_stretches_leave_a_context_that_drafts_hit_on(subject: Subject, ea
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 def test_prefixes_shared_around_page_edges(subject: Subject, eager: bool):
-    """All at once, so that some wait for a page of another; then one after another."""
     page, rng = 4, random.Random(0)
     stem = max((prompt.token_ids for prompt in subject.prompts), key=len)
     edges = with_prompts(

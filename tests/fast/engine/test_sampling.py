@@ -199,7 +199,6 @@ def test_filters_keep_what_a_full_sort_keeps(vocab: int, temperature: float):
 
 
 def test_tokens_that_tie_at_an_edge_stay_together_however_a_row_is_looked_at():
-    """As 16-bit logits do. Values are exact in fp32, and no edge but top-k's meets one."""
     rng = Random(3)
     for vocab in (9, 200):
         for asked in ([Sampling(top_k=k)] for k in (1, 2, 3, 4, 5, 8, 50)):
@@ -395,7 +394,6 @@ def test_every_row_of_a_step_is_chosen_as_the_oracle_does(backend, tens: int):
 
 
 def test_the_steps_hold_whatever_a_request_may_ask():
-    """On rows that draw, and on rows that do not; behind drafts that repeat a token, and one of the prompt."""
     seen: Counter[str] = Counter()
     for seed in STEPS:
         step = random_step(seed)
@@ -431,7 +429,6 @@ def test_chunks_of_logits_change_no_choice(backend, monkeypatch: pytest.MonkeyPa
 
 
 def test_company_changes_no_choice(backend):
-    """Not even where a row's top-k would do with a short list, and its neighbour's would not."""
     for seed in STEPS[::2]:
         step = random_step(seed)
         alone = [choice for number in range(len(step.batch.sampling)) for choice in step.alone(number).choices(backend)]
@@ -500,8 +497,6 @@ def test_the_rows_of_a_block_worked_out_by_hand():
 
 
 def test_counts_are_right_while_sequences_come_go_and_change_batch_slots(backend):
-    """Sequences emit, wait, return to other batch slots or their own, end, and free them. Some are counted at every
-    step, and some now and then, like in prefill."""
     rng = Random(1)
     vocab, batch_slots = 11, 4
     counts = TokenCounts(batch_slots, vocab, backend)
@@ -636,7 +631,6 @@ SIDE_BY_SIDE = [
 @pytest.mark.parametrize("cut", [0, 2, 7, "ragged"])
 @pytest.mark.parametrize("num_pages", [None, 14])
 def test_penalties_stand_on_the_drafts_before_a_row_and_on_their_own_sequence_alone(engine_of, text, cut, num_pages):
-    """With all drafts right, none, and some; side by side; and recomputed after preemption, in another's seat."""
     cuts = (lambda request_id, n: (n + len(request_id)) % 8) if cut == "ragged" else cut
     engine = engine_of(page_size=4, max_num_seqs=3, num_pages=num_pages, max_model_len=40)
     planned = run(engine, SIDE_BY_SIDE, text, cuts)
@@ -680,7 +674,6 @@ def test_who_takes_an_aborted_requests_seat_inherits_none_of_its_counts(engine_o
     ("cut", "temperature"), [(0, 0.0), pytest.param(0, 1.0, marks=pytest.mark.slow), (7, 0.0), (7, 1.0)]
 )
 def test_no_stop_token_comes_before_min_tokens_and_one_may_come_right_after(engine_of, text, temperature, cut):
-    """Half of the vocabulary stops, so that nearly every text would end at once; accepted drafts cross the border."""
     engine = engine_of(page_size=4, max_num_seqs=4)
     stops = frozenset(range(0, 97, 2))
     lengths: dict[int, list[int]] = {}

@@ -148,7 +148,6 @@ def test_a_length_that_is_not_set_is_the_longest_that_fits(block_size, page_size
 
 @pytest.mark.parametrize("page_size", [4, 16, 128])
 def test_padding_has_slots_and_positions_in_the_largest_graphs(tmp_path: Path, page_size: int) -> None:
-    """More padding rows than the context has positions, and page tables wider than a sequence needs."""
     pair = make_pair(tmp_path, block_size=16)
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "max_model_len": 20, "page_size": page_size}
     requests = [

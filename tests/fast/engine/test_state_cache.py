@@ -126,7 +126,6 @@ def test_a_conversation_hits_up_to_the_last_page_of_the_answer(pair: Pair, refer
 @pytest.mark.parametrize("max_tokens", fast_ones(range(4, 10), (5, 6, 7, 8)))
 @pytest.mark.parametrize("speculate", [True, False])
 def test_steps_that_overlap_leave_the_same_checkpoints(pair, reference, max_tokens, speculate):
-    """An answer may end at any row of a page."""
     with device_lengths():
         engine = engine_of(pair, enforce_eager=False, max_graphs=4)
     assert engine.core.overlap

@@ -238,7 +238,6 @@ def test_rows_that_are_nan_and_not_accepted_leave_no_trace(layer: Layer):
 
 @torch.inference_mode()
 def test_padding_sequences_stay_finite_on_the_scratch_slot(layer: Layer):
-    """Several share it, at positions behind one another."""
     for tensor in (layer.memory.matrix, layer.memory.conv, layer.memory.pending):
         tensor.fill_(torch.nan)
     numbers = torch.arange(3)

@@ -331,7 +331,6 @@ def test_rows_are_shared_in_sizes_between_powers_of_two() -> None:
 @settings(max_examples=60)
 @given(st.data(), st.sampled_from([1, 3, 8, 20]), st.sampled_from([2, 4, 16]), st.integers(2, 48), st.integers(0, 1))
 def test_steps_are_padded_to_what_could_be_captured_and_cost_that(data, max_num_seqs, block_size, max_graphs, spare):
-    """Any graph but the largest may be missing."""
     planned = settle_graph_sizes(max_num_seqs, block_size, max_graphs, draft_graphs=True, spare=spare)
     kept = st.lists(st.booleans(), min_size=max_graphs, max_size=max_graphs)
     targets, drafts = (
@@ -387,7 +386,6 @@ def test_drafts_are_found_in_lines_that_are_longer_than_blocks():
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_a_step_behind_one_that_is_not_read_follows_its_lines_over_pages_for_where_it_may_begin(page_size):
-    """Two of three go on, one of them plainly; the anchors are not known yet."""
     seqs = [
         Sequence(Request(name, (1,) * 10, 40), 0, pages=array("i", range(1 + 40 * i, 40 + 40 * i)))
         for i, name in enumerate("ab")
@@ -418,7 +416,6 @@ def test_a_chunk_that_is_not_the_last_asks_for_no_logits():
 
 
 def test_a_step_is_arrays_alone_and_a_copy_of_them_gives_the_same_result(tmp_path: Path) -> None:
-    """Pickle every step as for another process, with filters, penalties and drafts among them."""
     pair = make_pair(tmp_path, **LUCKY)
     asked = [
         SamplingParams(),

@@ -204,7 +204,6 @@ NUMBERS = st.sampled_from([0.0, 1.0, 2.0, -1.0, math.nan, math.inf, -math.inf]) 
 @settings(max_examples=40)
 @given(data=st.data(), size=st.sampled_from([2, 3, 4]), own=st.integers(1, 4), rows=st.integers(1, 3))
 def test_the_choice_of_ranks_is_that_of_one(data: st.DataObject, size: int, own: int, rows: int):
-    """With ties across ranks, NaN and infinity in one of them, and ids at the edges of their parts."""
     vocab = size * own
     logits = [data.draw(st.lists(NUMBERS, min_size=vocab, max_size=vocab)) for _ in range(rows)]
 
@@ -362,7 +361,6 @@ def test_every_family_is_shared(tmp_path: Path, name: str):
 
 
 def test_a_hybrid_of_ranks_begins_with_the_state_of_a_cached_prompt(tmp_path: Path):
-    """It finds as many tokens as one rank, and drafts on top of them."""
     alone, shared = subjects(make_hybrid_pair(tmp_path, **LUCKY_HYBRID))
     case = Case(concurrency=4, page_size=4, cached=True)
     run, by_one = shared.run(case), alone.run(case)
@@ -453,7 +451,6 @@ def empty_step(number: int) -> StepInputs:
 
 
 def test_stale_arrays_on_a_follower_are_seen(tmp_path: Path):
-    """The comparison of texts can fail."""
     pair = make_pair(tmp_path, vocab_size=96)
     before: list[Message] = []
 

@@ -73,7 +73,6 @@ def test_a_machine_on_which_two_steps_take_longer_runs_these_alone(monkeypatch: 
 
 
 def test_what_is_not_timed_is_scaled_from_what_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The widest step would take 20 s. Its rows cost what those of one sequence do."""
     step_ms = by_rows(300, 70, 8)
     machine = Machine(step_ms)
     table = measured(monkeypatch, machine)

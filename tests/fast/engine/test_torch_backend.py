@@ -3,8 +3,8 @@
 import math
 import os
 import shutil
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +27,7 @@ from app.engine.models.rope import RotaryTable, head_order, reordered
 from app.engine.sampling.metadata import SamplingMetadata
 from app.engine.sampling.noise import noise_states
 from app.engine.sampling.sampler import Sampler
+from tests.fast.engine.paged import Paged
 from tests.fast.engine.reference import choose, gumbel
 
 torch.set_num_threads(1)
@@ -50,85 +51,15 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 # Attention
 
+ragged = partial(Paged, dim=8, page_size=4, garbage=GARBAGE, extra_columns=0)
 
-@dataclass
-class Ragged:
-    """Sequences of `host_seq_lens` tokens of which the last `query_lens` are queried, over shuffled pages full of
-    garbage."""
 
-    query_lens: list[int]
-    host_seq_lens: list[int]
-    heads: int = 4
-    kv_heads: int = 2
-    dim: int = 8
-    page_size: int = 4
-    causal: bool = True
-    seed: int = 0
-    garbage: float = GARBAGE
-    extra_columns: int = 0
-    window: int | None = None
-    sinks: Tensor | None = None
+def check(case: Paged, backend: TorchBackend) -> None:
+    torch.testing.assert_close(case.run(backend), case.expected.float(), atol=2e-5, rtol=2e-5)
 
-    def __post_init__(self) -> None:
-        generator = seeded(self.seed)
 
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator)
-
-        counts = [-(-kv_len // self.page_size) for kv_len in self.host_seq_lens]
-        ids = (torch.randperm(sum(counts) + 5, generator=generator) + 1).tolist()  # page 0 is scratch
-        self.pages = [[ids.pop() for _ in range(count)] for count in counts]
-        self.q = [draw(q_len, self.heads, self.dim) for q_len in self.query_lens]
-        self.k, self.v = ([draw(n, self.kv_heads, self.dim) for n in self.host_seq_lens] for _ in range(2))
-        shape = (sum(counts) + 6, self.page_size, self.kv_heads, self.dim)
-        self.kv = LayerKv(torch.full(shape, self.garbage), torch.full(shape, self.garbage))
-        for pages, k, v in zip(self.pages, self.k, self.v, strict=True):
-            for position in range(len(k)):
-                page, offset = pages[position // self.page_size], position % self.page_size
-                self.kv.k[page, offset], self.kv.v[page, offset] = k[position], v[position]
-        width = max(counts) + self.extra_columns
-        self.meta = AttentionMetadata(
-            query_start_loc=torch.tensor([0, *accumulate(self.query_lens)], dtype=torch.int32),
-            seq_lens=torch.tensor(self.host_seq_lens, dtype=torch.int32),
-            page_table=torch.tensor([pages + [0] * (width - len(pages)) for pages in self.pages], dtype=torch.int32),
-            query_lens=self.query_lens,
-            host_seq_lens=self.host_seq_lens,
-            page_size=self.page_size,
-        )
-
-    @property
-    def mask(self) -> AttentionMask:
-        return AttentionMask(self.causal, self.window)
-
-    def expected(self) -> Tensor:
-        """One softmax per sequence, head and row, in float64."""
-        out = []
-        for q, k, v in zip(self.q, self.k, self.v, strict=True):
-            for row in range(len(q)):
-                own = len(k) - len(q) + row
-                after = own + 1 if self.causal else len(k)
-                seen = [t for t in range(after) if self.window is None or abs(t - own) < self.window]
-                heads = []
-                for head in range(self.heads):
-                    kv_head = head // (self.heads // self.kv_heads)
-                    keys, values = k[seen, kv_head].double(), v[seen, kv_head].double()
-                    scores = keys @ q[row, head].double() / math.sqrt(self.dim)
-                    if self.sinks is not None:
-                        scores = torch.cat((scores, self.sinks[head : head + 1].double()))
-                    heads.append(scores.softmax(dim=0)[: len(seen)] @ values)
-                out.append(torch.stack(heads))
-        return torch.stack(out).float()
-
-    def run(self, backend: TorchBackend) -> Tensor:
-        self.meta.plans[self.mask] = backend.plan_attention(self.meta, self.mask, self.heads // self.kv_heads)
-        return backend.attention(torch.cat(self.q), self.kv, self.meta, self.mask, self.sinks)
-
-    @property
-    def calls(self) -> list[Call]:
-        return self.meta.plans[self.mask]
-
-    def check(self, backend: TorchBackend) -> None:
-        torch.testing.assert_close(self.run(backend), self.expected(), atol=2e-5, rtol=2e-5)
+def calls_of(case: Paged) -> list[Call]:
+    return case.meta.plans[case.mask]
 
 
 SINKS = torch.tensor([-30.0, 0.5, 2.0, 4.0])
@@ -151,15 +82,15 @@ LENGTHS = {
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 def test_a_sink_takes_its_share_of_every_rows_softmax(backend, lengths, window):
-    Ragged(*lengths, window=window, sinks=SINKS).check(backend)
-    assert not torch.allclose(Ragged(*lengths, sinks=SINKS).run(backend), Ragged(*lengths).run(backend))
+    check(ragged(*lengths, window=window, sinks=SINKS), backend)
+    assert not torch.allclose(ragged(*lengths, sinks=SINKS).run(backend), ragged(*lengths).run(backend))
 
 
 def test_scores_with_sinks_are_of_few_heads_at_once_where_they_are_many(monkeypatch):
     """PyTorch's own attention keeps no scores. With sinks there are scores of every head that goes at once."""
     backend, softmaxes = TorchBackend(CPU), []
-    case = Ragged([4], [9], sinks=SINKS)
-    case.check(backend)
+    case = ragged([4], [9], sinks=SINKS)
+    check(case, backend)
     monkeypatch.setattr(torch.Tensor, "softmax", lambda x, dim: softmaxes.append(x.shape[1]) or torch.softmax(x, dim))
     whole = case.run(backend)
     monkeypatch.setattr("app.engine.device.torch.MAX_SCORES", 2 * 4 * 9)
@@ -169,7 +100,7 @@ def test_scores_with_sinks_are_of_few_heads_at_once_where_they_are_many(monkeypa
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 def test_attention_is_a_softmax_over_each_sequences_own_tokens(backend, lengths, causal):
-    Ragged(*lengths, causal=causal).check(backend)
+    check(ragged(*lengths, causal=causal), backend)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
@@ -182,9 +113,9 @@ def test_attention_split_into_bounded_calls_is_the_same(monkeypatch, scores, tok
     monkeypatch.setattr(backend, "max_gathered_tokens", tokens)
     num_calls = []
     for query_lens, host_seq_lens in LENGTHS.values():
-        case = Ragged(query_lens, host_seq_lens, causal=causal)
-        case.check(backend)
-        num_calls.append(len(case.calls))
+        case = ragged(query_lens, host_seq_lens, causal=causal)
+        check(case, backend)
+        num_calls.append(len(calls_of(case)))
     assert max(num_calls) > 1
 
 
@@ -193,49 +124,49 @@ def test_attention_split_into_bounded_calls_is_the_same(monkeypatch, scores, tok
 def test_a_row_sees_its_window_by_absolute_positions(backend, monkeypatch, window, causal):
     """However the rows are cut into calls."""
     for lengths in LENGTHS.values():
-        Ragged(*lengths, causal=causal, window=window, page_size=3).check(backend)
+        check(ragged(*lengths, causal=causal, window=window, page_size=3), backend)
     monkeypatch.setattr("app.engine.device.torch.MAX_SCORES", 40)
     for lengths in LENGTHS.values():
-        Ragged(*lengths, causal=causal, window=window).check(backend)
+        check(ragged(*lengths, causal=causal, window=window), backend)
 
 
 def test_pages_behind_every_rows_window_are_not_read(backend):
-    case = Ragged([4, 1], [30, 40], window=6)
+    case = ragged([4, 1], [30, 40], window=6)
     case.meta.page_table[0, : (30 - 4 - 5) // 4] = case.meta.page_table[1, : (40 - 1 - 5) // 4] = 10**6
-    case.check(backend)
+    check(case, backend)
 
 
 def test_rows_of_equal_length_are_cut_where_they_lie_unless_contexts_differ_much(monkeypatch):
     backend = TorchBackend(CPU)
     monkeypatch.setattr(backend, "max_gathered_tokens", 64)
     monkeypatch.setattr("app.engine.device.torch.SMALL_CALL", 0)
-    alike = Ragged([2] * 6, [30, 28, 32, 29, 31, 27])
-    alike.check(backend)
-    assert [(call.rows, call.places) for call in alike.calls] == [(slice(4 * i, 4 * i + 4), None) for i in range(3)]
-    mixed = Ragged([2] * 6, [4, 60, 4, 60, 4, 60])
-    mixed.check(backend)
-    assert [call.num_pieces for call in mixed.calls] == [3, 1, 1, 1]
+    alike = ragged([2] * 6, [30, 28, 32, 29, 31, 27])
+    check(alike, backend)
+    assert [(call.rows, call.places) for call in calls_of(alike)] == [(slice(4 * i, 4 * i + 4), None) for i in range(3)]
+    mixed = ragged([2] * 6, [4, 60, 4, 60, 4, 60])
+    check(mixed, backend)
+    assert [call.num_pieces for call in calls_of(mixed)] == [3, 1, 1, 1]
 
 
 def test_one_long_prompt_beside_many_short_rows_is_not_padded_to_all_of_them():
     """64 rows of decoding beside a chunk of 500 would be 64 x 500 x 600 scores in one call."""
-    case = Ragged([500, *[1] * 64], [600, *range(20, 84)], heads=2, kv_heads=1, page_size=16)
-    case.check(TorchBackend(CPU))
-    assert len(case.calls) > 1
+    case = ragged([500, *[1] * 64], [600, *range(20, 84)], heads=2, kv_heads=1, page_size=16)
+    check(case, TorchBackend(CPU))
+    assert len(calls_of(case)) > 1
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 def test_attention_knows_any_page_size_and_a_page_table_wider_than_needed(backend, page_size, causal):
     for extra_columns in (0, 3):
-        Ragged([2, 4, 1], [18, 16, 17], page_size=page_size, causal=causal, extra_columns=extra_columns).check(backend)
+        check(ragged([2, 4, 1], [18, 16, 17], page_size=page_size, causal=causal, extra_columns=extra_columns), backend)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (6, 3), (8, 1)])
 @pytest.mark.parametrize("query_lens", [[3, 3], [2, 5]], ids=str)
 def test_query_heads_share_kv_heads_in_neighbouring_groups(backend, heads, kv_heads, query_lens):
     for causal in (True, False):
-        Ragged(query_lens, [9, 9], heads=heads, kv_heads=kv_heads, causal=causal).check(backend)
+        check(ragged(query_lens, [9, 9], heads=heads, kv_heads=kv_heads, causal=causal), backend)
 
 
 def test_what_others_left_in_unused_slots_and_pages_changes_no_bit(backend):
@@ -243,33 +174,33 @@ def test_what_others_left_in_unused_slots_and_pages_changes_no_bit(backend):
         for query_lens, host_seq_lens in LENGTHS.values():
             outputs = []
             for garbage in (0.0, GARBAGE, -1e18):
-                case = Ragged(query_lens, host_seq_lens, causal=causal, garbage=garbage, extra_columns=1)
+                case = ragged(query_lens, host_seq_lens, causal=causal, garbage=garbage, extra_columns=1)
                 outputs.append(case.run(backend))
             assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
 
 
 def test_one_meta_serves_every_layer(backend):
-    first, second = (Ragged([2, 4], [9, 14], seed=seed) for seed in (0, 1))
-    first.check(backend)
+    first, second = (ragged([2, 4], [9, 14], seed=seed) for seed in (0, 1))
+    check(first, backend)
     moved = LayerKv(torch.zeros_like(second.kv.k), torch.zeros_like(second.kv.v))
     for mine, theirs in zip(first.pages, second.pages, strict=True):
         moved.k[mine], moved.v[mine] = second.kv.k[theirs], second.kv.v[theirs]
-    found = backend.attention(torch.cat(second.q), moved, first.meta, first.mask)
-    torch.testing.assert_close(found, second.expected(), atol=2e-5, rtol=2e-5)
+    found = backend.attention(second.q, moved, first.meta, first.mask)
+    torch.testing.assert_close(found, second.expected.float(), atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize(("lengths", "calls"), [(([40, 7], [60, 7]), 1), (([3, 300, 5], [9, 900, 9]), 2)])
 def test_no_copy_of_a_prompts_plan_is_waited_for(monkeypatch, lengths, calls):
     """As one of `torch.tensor(..., device=...)` is."""
-    case, backend, uploads, make = Ragged(*lengths), TorchBackend(CPU), [], torch.tensor
+    case, backend, uploads, make = ragged(*lengths), TorchBackend(CPU), [], torch.tensor
     monkeypatch.setattr(torch, "tensor", lambda values: make(values))
     monkeypatch.setattr(TorchBackend, "upload", lambda self, host, to: uploads.append(to.copy_(host)))
     assert len(backend.plan_attention(case.meta, case.mask, 2)) == calls and uploads
 
 
 def test_the_block_of_a_draft_sees_itself_both_ways_and_a_verify_row_never_what_follows(backend):
-    both, causal = (Ragged([4], [10], causal=causal) for causal in (False, True))
-    changed, changed_causal = (Ragged([4], [10], causal=causal) for causal in (False, True))
+    both, causal = (ragged([4], [10], causal=causal) for causal in (False, True))
+    changed, changed_causal = (ragged([4], [10], causal=causal) for causal in (False, True))
     for case in (changed, changed_causal):
         page, offset = case.pages[0][9 // 4], 9 % 4
         case.kv.k[page, offset] += 1.0
