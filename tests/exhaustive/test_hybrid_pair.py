@@ -16,11 +16,6 @@ from app.engine.device.base import GatedDeltaStep
 from app.engine.load.engine import Engine
 from app.messages import Request
 from tests.exhaustive.live import load_transformers
-from tests.fast.engine.draft_mistakes import (
-    with_blocks_one_position_late,
-    with_taps_off_by_one,
-    without_context_of_prompts,
-)
 from tests.fast.engine.lossless import Run, make_engine, run_engine
 from tests.fast.engine.reference import greedy
 from tools.hybrid_pair import CHECKPOINT, PERIOD, tune
@@ -79,33 +74,6 @@ def test_drafts_hit_and_change_no_token(way: str):
     print(f"{way}: acceptance length {run.acceptance_length:.2f} over {run.verify_steps} steps")
     assert run.texts == plain()
     assert run.acceptance_length >= FLOOR
-
-
-# The floor can fail. (This draft reads notes alike from every tap, so their order is left to test_acceptance_floor.py.)
-
-
-def with_context_one_position_late(broken: Engine) -> None:
-    drafter = broken.core.runner.forward.drafter
-    write = drafter.write_context
-    drafter.write_context = lambda tapped, positions, slots, *rest: write(tapped, positions + 1, slots)
-
-
-MISTAKES = [
-    with_taps_off_by_one,
-    with_context_one_position_late,
-    with_blocks_one_position_late,
-    without_context_of_prompts,
-]
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_falls_through_the_floor_and_leaves_the_text(mistake: Callable[[Engine], None]):
-    broken = engine()
-    mistake(broken)
-    run = run_engine(broken, requests())
-    print(f"{mistake.__name__}: acceptance length {run.acceptance_length:.2f}")
-    assert run.texts == plain()
-    assert run.acceptance_length < FLOOR
 
 
 def test_a_state_that_is_not_committed_is_seen():

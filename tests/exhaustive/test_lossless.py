@@ -28,6 +28,7 @@ from tests.fast.engine.lossless import (
     combinations_in,
     covering_cases,
     demo_subject,
+    near_ties_capped,
     random_prompts,
     random_subjects,
 )
@@ -72,11 +73,8 @@ def make_subject(name: str, prompts: int, folder: Path) -> Subject:
 
 @pytest.fixture(scope="module")
 def near_ties(subject: Subject) -> Iterator[list[Comparison]]:
-    """Results of a subject's cases. Near ties are capped over all of them, once the last has run."""
-    comparisons: list[Comparison] = []
-    yield comparisons
-    total = sum(comparisons, Comparison(0))
-    assert len(total.differences) <= cap(total.tokens), f"{len(total.differences)} near ties in {total.tokens} tokens"
+    """Results of a subject's cases."""
+    yield from near_ties_capped()
 
 
 @on_subjects(PLAIN_CASES)
@@ -99,8 +97,10 @@ def test_dflash_changes_no_token(subject: Subject, near_ties: list[Comparison], 
     assert (run.cached_tokens > 0) == case.cached
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_a_stop_token_ends_the_text_wherever_it_lies_in_an_accepted_block(tmp_path: Path, temperature: float):
+@pytest.mark.parametrize(("path", "temperature"), [*(("eager", t) for t in TEMPERATURES), ("overlap", 0.0)])
+def test_a_stop_token_ends_the_text_wherever_it_lies_in_an_accepted_block(
+    tmp_path: Path, path: str, temperature: float
+):
     lucky = make_subject("random-lucky", 24, tmp_path)
     lucky.prompts = [replace(prompt, stop_token_ids=frozenset()) for prompt in lucky.prompts]
     vocab, unstopped = lucky.reference.config.vocab_size, lucky.off(temperature)
@@ -116,7 +116,7 @@ def test_a_stop_token_ends_the_text_wherever_it_lies_in_an_accepted_block(tmp_pa
         nonlocal cut_inside
         cut_inside += sum(d.finish_reason == "stop" and len(d.token_ids) <= d.num_accepted for d in step.deltas)
 
-    run = lossless.run_engine(lucky.engine(Case(concurrency=16)), requests, note)
+    run = lossless.run_engine(lucky.engine(Case(concurrency=16, path=path)), requests, note)
     assert dict(zip(wanted, run.texts, strict=True)) == wanted
     assert cut_inside >= 2
 

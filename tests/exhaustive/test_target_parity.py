@@ -12,6 +12,7 @@ import torch
 from tests.exhaustive.live import load_transformers
 from tests.fast.engine.feeder import (
     EXPERTS,
+    HYBRIDS,
     SHAPES,
     Checkpoint,
     Feeder,
@@ -22,8 +23,12 @@ from tests.fast.engine.lossless import demo_folder, demo_prompts
 from tests.fast.engine.pairs import FAMILIES, GPT_OSS
 from tests.fast.engine.reference import features, greedy, teacher_forced
 
-CHUNKS = (1, 4, 7, None)
-MORE_SHAPES: dict[str, dict] = SHAPES | FAMILIES | EXPERTS | {"gpt-oss": GPT_OSS}
+CHUNKS = (1, 4, 7, 64, None)
+MORE_SHAPES: dict[str, dict] = SHAPES | FAMILIES | EXPERTS | HYBRIDS | {"gpt-oss": GPT_OSS}
+IN_BF16 = [
+    *("gqa 4:2, untied", "mha, tied", "8 experts, 2 a row", "demo"),
+    *("hybrid, 4 v heads to 2", "hybrid, experts", "hybrid, Next"),
+]
 BF16 = 1.5
 """Times Transformers' own error, RMS over all logits, against fp32 on the same (bf16) weights."""
 
@@ -84,13 +89,13 @@ def test_a_ragged_batch_of_decodes_and_chunks_gives_each_its_own_logits(checkpoi
 
 
 @pytest.mark.parametrize("chunk", [1, 7, None])
-@pytest.mark.parametrize("source", ["gqa 4:2, untied", "mha, tied", "8 experts, 2 a row", "demo"])
+@pytest.mark.parametrize("source", IN_BF16)
 def test_bf16_logits_are_no_worse_than_transformers_bf16_logits(tmp_path: Path, source: str, chunk: int | None):
     if source == "demo":
         checkpoints = [demo_checkpoint()]
     else:
         checkpoints = [
-            random_checkpoint(tmp_path / str(seed), seed=seed, dtype=torch.bfloat16, **(SHAPES | EXPERTS)[source])
+            random_checkpoint(tmp_path / str(seed), **MORE_SHAPES[source] | {"seed": seed, "dtype": torch.bfloat16})
             for seed in range(4)
         ]
     ours, theirs = 0.0, 0.0

@@ -33,6 +33,7 @@ from app.messages import Request, SamplingParams, StepOutput
 from app.wire import encode_config
 from tests import UNTIMED
 from tests.fast.engine.lossless import Case, Subject, cap, covering_cases, random_prompts
+from tests.fast.engine.nan_in_one import check_that_nan_ends_one_alone
 from tests.fast.engine.pairs import make_pair
 
 torch.set_num_threads(1)
@@ -289,23 +290,7 @@ def test_prompts_in_pieces_and_more_logits_than_fit_at_once(pair, monkeypatch):
 
 
 def test_logits_that_are_not_finite_end_their_request_alone(pair):
-    core, asked = engine(pair, compile=True, prefix_caching=False), requests(4)
-    texts = engine(pair).run(asked)
-    said: dict[str, list[int]] = {request.request_id: [] for request in asked}
-    ends = {}
-    for request in asked:
-        core.add(request)
-    while core.has_work:
-        for delta in core.step().deltas:
-            said[delta.request_id] += delta.token_ids
-            ends[delta.request_id] = delta
-        for seq in core.scheduler.running:
-            if seq.request.request_id == "2" and len(said["2"]) > 5:
-                with torch.inference_mode():
-                    core.runner.pools[0].layers[1].k[seq.pages[0]] = torch.nan
-    assert ends["2"].finish_reason == "error" and "not finite" in ends["2"].error
-    assert said["2"] == texts.pop("2")[: len(said.pop("2"))]
-    assert said == texts
+    check_that_nan_ends_one_alone(engine(pair, compile=True, prefix_caching=False), 0.0)
 
 
 def test_what_is_loaded_needs_no_file_so_that_a_killed_engine_leaves_none(pair, kept, monkeypatch, tmp_path):

@@ -19,6 +19,6 @@ pytestmark = [
 def test_compiled_drafts_are_the_references(tmp_path: Path) -> None:
     pair = DIALECTS["speculators"].make(tmp_path, num_layers=3, draft_layers=2, taps=(0, 1))
     engine = make_engine(pair.target, pair.draft, compile=True, max_num_seqs=2, max_model_len=100, page_size=4)
-    blocks = drafted_by(engine, requests_about_the_window(2, 10))
+    blocks = drafted_by(engine.core, requests_about_the_window(2, 10))
     assert len(blocks) > 8
     assert share_of_right_drafts(blocks, pair) == 1.0

@@ -10,13 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-import app.engine.load.engine as build
 from app.engine.cuda import attention, products
 from app.engine.cuda.invariant import InvariantCudaBackend
 from app.engine.device.base import AttentionMask, Heads, LayerKv, ProjectedRows
 from app.engine.errors import UnsupportedError
-from tests.fast.engine.flat_request import flat_request
-from tests.fast.engine.lossless import make_engine, run_engine
+from tests.devices.cuda.engines import DENSE, GRAPHS, engine, requests, use_kernels
+from tests.fast.engine.lossless import run_engine
 from tests.fast.engine.paged import Paged, attended
 from tests.fast.engine.pairs import make_pair
 
@@ -191,21 +190,10 @@ def test_a_weight_whose_columns_are_no_whole_tiles_is_refused_by_name(backend: I
 
 
 def test_texts_in_bfloat16_are_equal_with_drafts_and_without_in_any_batch(tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "make_backend", lambda device, **_: InvariantCudaBackend(torch.device(device)))
-    monkeypatch.setattr(build, "check_attention", lambda *_: None)
-    monkeypatch.setattr(build, "_warm_up", lambda *_: None)
-    pair = make_pair(
-        tmp_path, seed=34, vocab_size=6, num_layers=2, draft_layers=1, taps=(0,), own_head=True, num_kv_heads=1
-    )
-    sizes: dict[str, Any] = {"max_model_len": 64, "kv_cache_memory": 1 << 20, "dtype": "bfloat16"}
-    sizes |= {"batch_invariant": True, "page_size": 16}
-    prompts = [tuple(i * i % 3 for i in range(19)), (1, 2)]
-    asked = [flat_request(f"r{i}", prompt, max_tokens=8 - i) for i, prompt in enumerate(prompts)]
-    eager = {"enforce_eager": True, "max_num_seqs": 1}
-    alone = run_engine(make_engine(pair.target, None, **sizes, **eager), asked).texts
-    for wishes in (
-        {"enforce_eager": False, "max_graphs": 2, "max_num_seqs": 2},
-        {"enforce_eager": True, "max_num_seqs": 2, "max_num_batched_tokens": 16},
-    ):
-        run = run_engine(make_engine(pair.target, pair.draft, **sizes, **wishes), asked)
+    use_kernels(monkeypatch, InvariantCudaBackend)
+    pair, asked = make_pair(tmp_path, **DENSE), requests(max_tokens=8)
+    sizes: dict[str, Any] = {"dtype": "bfloat16", "batch_invariant": True}
+    alone = run_engine(engine(pair, draft=False, max_num_seqs=1, **sizes), asked).texts
+    for wishes in (GRAPHS, {"max_num_batched_tokens": 16}):
+        run = run_engine(engine(pair, **sizes, **wishes), asked)
         assert run.texts == alone and run.verify_steps > 0

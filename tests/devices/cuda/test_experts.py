@@ -8,16 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import app.engine.load.engine as build
 from app.engine.cuda import experts
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.torch_backend import TorchCudaBackend
 from app.engine.device.base import ExpertWeights
 from app.engine.device.moe import MoeConfig, mixture, route
 from app.engine.errors import UnsupportedError
-from tests.fast.engine.flat_request import flat_request
-from tests.fast.engine.lossless import make_engine, run_engine
-from tests.fast.engine.pairs import make_pair
 
 torch.set_num_threads(1)
 
@@ -111,20 +107,3 @@ def test_a_gpu_without_triton_refuses_experts_in_another_dtype(monkeypatch: pyte
     with pytest.raises(UnsupportedError, match="--dtype float32: experts on a GPU without Triton"):
         backend.empty_experts(torch.empty(1), 4, 8, 8)
     assert backend.empty_experts(torch.empty(1, dtype=torch.bfloat16), 4, 8, 16).shape == (4, 8, 16)
-
-
-@pytest.mark.parametrize("enforce_eager", [True, False])
-def test_dflash_changes_no_token_on_our_kernels(tmp_path, monkeypatch, enforce_eager):
-    shape: dict[str, Any] = {"num_layers": 2, "draft_layers": 1, "taps": (0,), "own_head": True, "num_kv_heads": 1}
-    pair = make_pair(tmp_path, seed=19, vocab_size=5, experts=4, **shape)
-    sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 64, "page_size": 16, "kv_cache_memory": 1 << 20}
-    prompts = [tuple(i * i % 3 for i in range(19)), (1, 2)]
-    requests = [flat_request(f"r{i}", prompt, max_tokens=9 - i) for i, prompt in enumerate(prompts)]
-    wanted = run_engine(make_engine(pair.target, None, **sizes), requests).texts
-    monkeypatch.setattr(build, "make_backend", lambda device, **_: CudaBackend(torch.device(device)))
-    monkeypatch.setattr(build, "check_attention", lambda *_: None)
-    monkeypatch.setattr(build, "_warm_up", lambda *_: None)
-    wishes = {"enforce_eager": True} if enforce_eager else {"enforce_eager": False, "max_graphs": 2}
-    run = run_engine(make_engine(pair.target, pair.draft, **sizes | wishes), requests)
-    assert run.texts == wanted
-    assert run.acceptance_length > 1.2

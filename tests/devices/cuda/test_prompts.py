@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import app.engine.load.engine as build
 from app.engine.cuda import attention, prefill
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.prefill import Packed
 from app.engine.device.base import AttentionMask
+from tests.devices.cuda.engines import DENSE, engine, use_kernels
 from tests.fast.engine.flat_request import flat_request
-from tests.fast.engine.lossless import make_engine, run_engine
+from tests.fast.engine.lossless import run_engine
 from tests.fast.engine.paged import Paged
 from tests.fast.engine.pairs import make_pair
 
@@ -129,19 +129,13 @@ def test_a_torch_or_a_device_without_the_kernel_float32_and_sinks_have_masks() -
 @pytest.mark.usefixtures("double")
 def test_texts_are_those_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of 40 and 30 tokens are read in chunks, one after another, with drafts."""
-    pair = make_pair(
-        tmp_path, seed=34, vocab_size=6, num_layers=2, draft_layers=1, taps=(0,), own_head=True, num_kv_heads=1
-    )
-    sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 64, "page_size": 4, "kv_cache_memory": 1 << 20}
-    sizes |= {"enforce_eager": True, "max_num_batched_tokens": 24}
+    pair, sizes = make_pair(tmp_path, **DENSE), {"page_size": 4, "max_num_batched_tokens": 24}
     asked = [flat_request(f"r{i}", tuple(j * j % 3 for j in range(40 - 10 * i)), max_tokens=6) for i in range(2)]
-    expected = run_engine(make_engine(pair.target, None, **sizes), asked).texts
+    expected = run_engine(engine(pair, draft=False, **sizes), asked).texts
     monkeypatch.setattr(prefill, "why_not", lambda *_: "")
-    monkeypatch.setattr(build, "make_backend", lambda device, **_: backend_of(packs=True))
-    monkeypatch.setattr(build, "check_attention", lambda *_: None)
-    monkeypatch.setattr(build, "_warm_up", lambda *_: None)
+    use_kernels(monkeypatch, lambda _: backend_of(packs=True))
     used: list[int] = []
     own = prefill.attention
     monkeypatch.setattr(prefill, "attention", lambda q, *rest: used.append(len(q)) or own(q, *rest))
-    run = run_engine(make_engine(pair.target, pair.draft, **sizes), asked)
+    run = run_engine(engine(pair, **sizes), asked)
     assert run.texts == expected and max(used) > attention.TILE_ROWS

@@ -9,24 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from triton.runtime.interpreter import GridExecutor
 
-import app.engine.load.engine as build
 from app.config.engine import EngineConfig
-from app.engine.cuda.backend import CudaBackend
-from app.messages import Request
 from tests import UNTIMED
-from tests.fast.engine.flat_request import flat_request
+from tests.devices.cuda.engines import EAGER, GRAPHS, SIZES, engine, requests, use_kernels
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.launch_log import Log
-from tests.fast.engine.lossless import make_engine, run_engine
+from tests.fast.engine.lossless import run_engine
 from tests.fast.engine.pairs import Pair, make_pair
 from tests.fast.engine.thread_ranks import ThreadRanks
 
-SIZES: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 64, "page_size": 16, "kv_cache_memory": 1 << 20}
-GRAPHS: dict[str, Any] = {"enforce_eager": False, "max_graphs": 2}
-EAGER: dict[str, Any] = {"enforce_eager": True}
 DRAFT: dict[str, Any] = {"draft_layers": 1, "taps": (0,), "own_head": True}
 KERNELS = {"dense": (), "experts": ("route", "expert_rows"), "hybrid": ("mix", "recur")}
 LAYERS = ("linear_attention", "full_attention")
@@ -54,11 +47,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return names
 
 
-def requests(**asked: Any) -> list[Request]:
-    prompts = [tuple(i * i % 3 for i in range(19)), (1, 2)]
-    return [flat_request(f"r{i}", prompt, max_tokens=9 - i, seed=i, **asked) for i, prompt in enumerate(prompts)]
-
-
 @pytest.mark.parametrize(
     ("kind", "asked", "wishes"),
     [
@@ -72,10 +60,8 @@ def requests(**asked: Any) -> list[Request]:
 )
 def test_two_ranks_on_our_kernels_decode_what_one_does(tmp_path, monkeypatch, launched, kind, asked, wishes):
     pair, wishes = pair_of(tmp_path, kind), wishes.copy()
-    monkeypatch.setattr(build, "check_attention", lambda *_: None)  # it is in test_attention.py
-    monkeypatch.setattr(build, "_warm_up", lambda *_: None)
-    expected = run_engine(make_engine(pair.target, None, **SIZES | EAGER), requests(**asked)).texts
-    monkeypatch.setattr(build, "make_backend", lambda device, **_: CudaBackend(torch.device(device)))
+    expected = run_engine(engine(pair, draft=False), requests(**asked)).texts
+    use_kernels(monkeypatch)
     draft = pair.draft if wishes.pop("draft", True) else None
     config: dict[str, Any] = {"device": "cpu", "dtype": "float32", "tensor_parallel_size": 2}
     ranks = ThreadRanks(EngineConfig(pair.target, draft, **UNTIMED | config | SIZES | wishes))

@@ -65,6 +65,17 @@ def numerics() -> Iterator["Numerics"]:
 
 
 @pytest.fixture
+def in_float32(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The same with the dtype rule lifted, so that an engine's tokens are the CPU's."""
+    from app.engine.npu.backend import NpuBackend
+    from tests.devices.npu.numerics import Numerics
+
+    monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))
+    with torch.inference_mode(), Numerics(lift=["N7"]):
+        yield
+
+
+@pytest.fixture
 def run_python() -> Callable[..., str]:
     """Run a program in a fresh process with these NPU_STUB_* (and other) variables, and return its output."""
 

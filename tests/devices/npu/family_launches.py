@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-import app.engine.load.engine as build
-from app.config.engine import EngineConfig
 from app.messages import Request
-from tests import UNTIMED
+from tests.devices.npu.engines import engine
 from tests.devices.npu.null_device import traced
 from tests.devices.npu.numerics import Numerics
 from tests.fast.engine.pairs import GPT_OSS, make_pair
@@ -49,9 +47,8 @@ def _launches(folder: Path, name: str, num_layers: int) -> Counter[str]:
     """Return the launches of a decode step of two sequences, by operator."""
     folder.mkdir()
     pair = make_pair(folder, num_layers=num_layers, draft_layers=1, taps=(0,), head_dim=64, **FAMILIES[name])
-    sizes: dict[str, Any] = {"max_num_seqs": 2, "kv_cache_memory": 16 << 20, "max_model_len": 256}
-    wishes: dict[str, Any] = {"device": "npu:0", "dtype": "bfloat16", "enforce_eager": True, "draft": None}
-    core = build.build_engine(EngineConfig(target=pair.target, **UNTIMED | wishes | sizes)).core
+    sizes: dict[str, Any] = {"max_num_seqs": 2, "kv_cache_memory": 16 << 20, "max_model_len": 256, "draft": None}
+    core = engine(pair, enforce_eager=True, **sizes)
     for i in range(2):
         core.add(Request(f"r{i}", tuple(range(1, 20 + i)), max_tokens=20))
     while core.step().stats.kind != "decode":

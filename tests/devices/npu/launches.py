@@ -13,16 +13,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-import app.engine.load.engine as build
-from app.config.engine import EngineConfig
 from app.engine.core import EngineCore
 from app.engine.npu.backend import NpuBackend
 from app.engine.npu.graph import NpuGraph
 from app.messages import Request, SamplingParams
-from tests import UNTIMED
+from tests.devices.npu.engines import engine
 from tests.devices.npu.null_device import traced
 from tests.devices.npu.numerics import Numerics
-from tests.fast.engine.pairs import Pair, make_pair
+from tests.fast.engine.pairs import make_pair
 
 LAYERS, DRAFT_LAYERS = 36, 5
 LAYER = (
@@ -45,6 +43,12 @@ LAYER = (
 SHAPE = {"head_dim": 64, "num_heads": 2, "num_kv_heads": 1, "taps": (1, 9, 17, 25, 33), "block_size": 16}
 
 
+SIZES: dict[str, Any] = {
+    "kv_cache_memory": 64 << 20,
+    "max_num_batched_tokens": None,
+    "max_model_len": 256,
+    "max_graphs": 2,
+}
 HEAD = f"| a step, {LAYERS} + {DRAFT_LAYERS} layers | tasks | launches | graphs | updates | copies | waits |"
 EXPERTS = "experts"
 """A way whose target has experts in all of its layers."""
@@ -67,7 +71,7 @@ def rows(folder: Path, way: str) -> list[str]:
     pair = make_pair(folder, num_layers=LAYERS, draft_layers=DRAFT_LAYERS, experts=experts, **SHAPE)
     draft = {"draft": None} if way.startswith("plain") else {}
     with tasks_of_graphs() as tasks:
-        core = engine(pair, enforce_eager=way.endswith("eager"), **draft)
+        core = engine(pair, enforce_eager=way.endswith("eager"), **SIZES | draft)
         greedy = steps(core, 0.0, tasks)
         found = {f"{kind}, greedy": greedy[kind] for kind in greedy if kind == "decode" or way.startswith("DFlash")}
         found["decode, drawn"] = steps(core, 0.7, tasks)["decode"]
@@ -102,12 +106,6 @@ def tasks_of_graphs() -> Iterator[Callable[[], int]]:
         yield since
     finally:
         NpuBackend.capture, NpuGraph.replay = capture, replay  # type: ignore[method-assign]
-
-
-def engine(pair: Pair, **config: Any) -> EngineCore:
-    sizes = {"max_num_seqs": 4, "kv_cache_memory": 64 << 20, "max_model_len": 256, "max_graphs": 2}
-    wishes = {"target": pair.target, "draft": pair.draft, "device": "npu:0", "dtype": "bfloat16"}
-    return build.build_engine(EngineConfig(**UNTIMED | wishes | sizes | config)).core
 
 
 def steps(core: EngineCore, temperature: float, tasks: Callable[[], int]) -> dict[str, list[int]]:

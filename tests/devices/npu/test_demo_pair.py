@@ -7,13 +7,11 @@ acceptance length is the CPU's within 2 %. Checked with torch_npu
 2.13.0 on the null device; not run on an Ascend device.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from app.engine.npu.backend import NpuBackend
 from tests.devices.npu import demo
 from tests.devices.npu.numerics import Numerics
 
@@ -38,13 +36,6 @@ def drawn_and_greedy(prompts: int) -> demo.Run:
 @pytest.fixture(scope="module")
 def greedy() -> demo.Run:
     return demo.run(demo.engine("cpu"), demo.requests(PROMPTS, greedy=True))
-
-
-@pytest.fixture
-def in_float32(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))
-    with torch.inference_mode(), Numerics(lift=["N7"]):
-        yield
 
 
 @pytest.mark.usefixtures("in_float32")

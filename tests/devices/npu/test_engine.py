@@ -3,7 +3,6 @@
 `OnNpu` is the torch backend moved there, to prove the harness; `NpuBackend` is the server's own.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,15 @@ import pytest
 import torch
 
 import app.engine.load.engine as build
-from app.config.engine import EngineConfig
 from app.engine.core import EngineCore
 from app.engine.device.base import Backend, Defaults
 from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
 from app.engine.npu.backend import NpuBackend
 from app.engine.step.inputs import DraftInputs
-from app.messages import Request, SamplingParams
-from tests import UNTIMED
+from app.messages import Request
+from tests.devices.npu.engines import LUCKY, SMALL, engine, requests
 from tests.devices.npu.null_device import traced
-from tests.devices.npu.numerics import Numerics
 from tests.fast.engine.pairs import FAMILIES, GPT_OSS, Pair, make_pair
 
 PAGE = 128
@@ -42,44 +39,31 @@ class OnNpu(TorchBackend):
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Pair:
-    return make_pair(tmp_path, head_dim=64, num_layers=3, draft_layers=1, taps=(0, 1))
+    return make_pair(tmp_path, **SMALL)
 
 
-def engine(pair: Pair, **config: Any) -> EngineCore:
-    sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "kv_cache_memory": 8 << 20, "dtype": "float32"}
-    return build.build_engine(EngineConfig(target=pair.target, draft=pair.draft, **UNTIMED | sizes | config)).core
+def on_cpu(pair: Pair, **config: Any) -> EngineCore:
+    return engine(pair, "cpu", "float32", **config)
 
 
-def requests() -> list[Request]:
-    prompts = [tuple(range(1, 12)), tuple(range(30, 75)), (5, 6, 5, 6, 5, 6), tuple(range(1, 90))]
-    return [
-        Request(f"r{i}", prompt, sampling=SamplingParams(temperature=0.7 * (i == 2), seed=i), max_tokens=12)
-        for i, prompt in enumerate(prompts)
-    ]
-
-
+@pytest.mark.usefixtures("in_float32")
 @pytest.mark.parametrize("backend", [OnNpu, NpuBackend])
 def test_tokens_on_the_null_device_are_the_cpu_engines(pair, monkeypatch, backend):
-    wanted = engine(pair, device="cpu").run(requests())
+    wanted = on_cpu(pair).run(requests())
     monkeypatch.setattr(build, "make_backend", lambda name, **_: backend(torch.device(name)))
-    monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))
-    with torch.inference_mode(), Numerics(lift=["N7"]):
-        assert engine(pair, device="npu:0").run(requests()) == wanted
+    assert engine(pair, dtype="float32").run(requests()) == wanted
 
 
+@pytest.mark.usefixtures("in_float32")
 @pytest.mark.parametrize("width", [16, 8])
 @pytest.mark.parametrize("eager", [True, False])
 def test_drafts_and_how_far_they_are_accepted_are_the_cpu_engines(tmp_path, monkeypatch, eager, width):
     """A mistake in the draft leaves every text right, so texts cannot show it. Narrow blocks fill the first columns."""
-    lucky = make_pair(
-        tmp_path, head_dim=64, seed=11, block_size=16, vocab_size=5, num_kv_heads=4, tied=True, own_head=True
-    )
-    asked = [replace(request, token_ids=tuple(token % 5 for token in request.token_ids)) for request in requests()]
-    wanted = drafted(engine(lucky, device="cpu", page_size=PAGE, verify=width), asked, width)
+    lucky = make_pair(tmp_path, seed=11, block_size=16, num_kv_heads=4, **LUCKY)
+    asked = requests(vocab_size=5)
+    wanted = drafted(on_cpu(lucky, page_size=PAGE, verify=width), asked, width)
     assert max(accepted for _, accepted in wanted) > 1
-    monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))
-    with torch.inference_mode(), Numerics(lift=["N7"]):
-        assert drafted(engine(lucky, device="npu:0", enforce_eager=eager, verify=width), asked, width) == wanted
+    assert drafted(engine(lucky, dtype="float32", enforce_eager=eager, verify=width), asked, width) == wanted
 
 
 def drafted(core: EngineCore, asked: list[Request], width: int) -> list[tuple[list[list[int]], int]]:
@@ -102,46 +86,48 @@ def drafted(core: EngineCore, asked: list[Request], width: int) -> list[tuple[li
     return steps
 
 
+FAMILY_SHAPES = FAMILIES | {"gpt-oss": GPT_OSS, "Qwen3-MoE": {"experts": 8}}
+
+
+@pytest.mark.usefixtures("in_float32")
 @pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize("shape", ["Llama 3.1", "Qwen2.5", "Qwen3, biases", "Qwen3, yarn", "gpt-oss"])
-def test_every_familys_tokens_are_the_cpu_engines(tmp_path, monkeypatch, shape, eager):
-    pair = make_pair(tmp_path, **(FAMILIES | {"gpt-oss": GPT_OSS})[shape] | {"head_dim": 64})
-    wanted = engine(pair, device="cpu").run(requests())
-    monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))
-    with torch.inference_mode(), Numerics(lift=["N7"]):
-        assert engine(pair, device="npu:0", enforce_eager=eager).run(requests()) == wanted
+@pytest.mark.parametrize("shape", ["Llama 3.1", "Qwen2.5", "Qwen3, biases", "Qwen3, yarn", "gpt-oss", "Qwen3-MoE"])
+def test_every_familys_tokens_are_the_cpu_engines(tmp_path, shape, eager):
+    pair = make_pair(tmp_path, **FAMILY_SHAPES[shape] | {"head_dim": 64})
+    wanted = on_cpu(pair).run(requests())
+    assert engine(pair, dtype="float32", enforce_eager=eager).run(requests()) == wanted
 
 
+@pytest.mark.usefixtures("numerics")
 @pytest.mark.parametrize("eager", [True, False])
 def test_a_cann_that_cannot_write_pages_scatters_rows_to_the_same_tokens(pair, monkeypatch, eager):
     def missing(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("aclnnScatterPaKvCache or aclnnScatterPaKvCacheGetWorkspaceSize not in libopapi.so")
 
-    with torch.inference_mode(), Numerics():
-        wanted = engine(pair, device="npu:0", dtype="bfloat16").run(requests())
-        monkeypatch.setattr("torch_npu.npu_scatter_pa_kv_cache", missing)
-        core = engine(pair, device="npu:0", dtype="bfloat16", enforce_eager=eager)
-        with traced() as trace:
-            assert core.run(requests()) == wanted
+    wanted = engine(pair).run(requests())
+    monkeypatch.setattr("torch_npu.npu_scatter_pa_kv_cache", missing)
+    core = engine(pair, enforce_eager=eager)
+    with traced() as trace:
+        assert core.run(requests()) == wanted
     assert any("ScatterNd" in name for name in trace.launches)
 
 
-def test_every_rule_holds_for_the_engine_in_bfloat16(pair: Pair) -> None:
-    with torch.inference_mode(), Numerics():
-        tokens = engine(pair, device="npu:0", dtype="bfloat16").run(requests())
+@pytest.mark.usefixtures("numerics")
+@pytest.mark.parametrize("shape", [SMALL, SMALL | {"experts": 8}], ids=["dense", "experts"])
+def test_every_rule_holds_for_the_engine_in_bfloat16(tmp_path, shape):
+    tokens = engine(make_pair(tmp_path, **shape)).run(requests())
     assert {len(ids) for ids in tokens.values()} == {12}
 
 
-def test_the_fused_operators_are_what_an_eager_step_launches(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))
-    with torch.inference_mode(), Numerics(lift=["N7"]):
-        core = engine(pair, device="npu:0", enforce_eager=True)
-        for request in requests():
-            core.add(request)
-        while core.step().stats.kind != "decode":
-            pass
-        with traced() as trace:
-            core.step()
+@pytest.mark.usefixtures("in_float32")
+def test_the_fused_operators_are_what_an_eager_step_launches(pair: Pair) -> None:
+    core = engine(pair, dtype="float32", enforce_eager=True)
+    for request in requests():
+        core.add(request)
+    while core.step().stats.kind != "decode":
+        pass
+    with traced() as trace:
+        core.step()
     layers = 3 + 1
     assert trace.launches["aclnnFusedInferAttentionScoreV3"] == layers
     assert trace.launches["aclnnSwiGlu"] == layers
@@ -150,31 +136,31 @@ def test_the_fused_operators_are_what_an_eager_step_launches(pair: Pair, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("config", "named"),
+    ("shape", "config", "named"),
     [
-        ({"dtype": "float16"}, "--dtype float16"),
-        ({"dtype": "bfloat16", "page_size": 64}, "--page-size 64"),
-        ({"dtype": "bfloat16", "device": "npu:3"}, "sees 1 NPUs"),
+        ({}, {"dtype": "float16"}, "--dtype float16"),
+        ({}, {"page_size": 64}, "--page-size 64"),
+        ({}, {"device": "npu:3"}, "sees 1 NPUs"),
+        ({"block_size": 20}, {"max_num_batched_tokens": 128}, "--num-speculative-tokens 15"),
+        ({"experts": 1, "experts_per_tok": 1}, {}, "num_experts 1: "),
     ],
+    ids=str,
 )
-def test_what_the_operators_cannot_do_is_refused_by_name(pair: Pair, config: dict[str, Any], named: str) -> None:
+def test_what_the_operators_cannot_do_is_refused_by_name_before_weights_are_read(
+    tmp_path, monkeypatch, shape, config, named
+):
+    monkeypatch.setattr(build, "_load", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(UnsupportedError, match=named):
-        engine(pair, **{"device": "npu:0"} | config)
+        engine(make_pair(tmp_path, **SMALL | shape), **config)
 
 
-def test_a_block_above_sixteen_rows_is_refused_by_name(tmp_path: Path) -> None:
-    wide = make_pair(tmp_path, head_dim=64, num_layers=3, draft_layers=1, taps=(0, 1), block_size=20)
-    with pytest.raises(UnsupportedError, match="--num-speculative-tokens 15"):
-        engine(wide, device="npu:0", dtype="bfloat16", max_num_batched_tokens=128)
-
-
+@pytest.mark.usefixtures("numerics")
 @pytest.mark.parametrize("eager", [True, False])
 def test_a_mixed_step_has_one_attention_call_a_layer_and_the_texts_of_two(pair, monkeypatch, eager):
     found = []
     for apart in (False, True):
         monkeypatch.setattr(NpuBackend, "separate_prefill", apart)
-        with torch.inference_mode(), Numerics():
-            found.append(mixed_steps(engine(pair, device="npu:0", dtype="bfloat16", enforce_eager=eager)))
+        found.append(mixed_steps(engine(pair, enforce_eager=eager)))
     (texts, calls, launches), (same_texts, more_calls, more_launches) = found
     assert texts == same_texts and calls
     assert [more - fewer for fewer, more in zip(calls, more_calls, strict=True)] == [3] * len(calls), "a layer's second"

@@ -1,4 +1,4 @@
-"""A target with experts on device "npu:0": its tokens are the CPU engine's, eager and from graphs.
+"""A mixture of experts on device "npu:0" is the reference's; test_engine.py has the tokens of such targets.
 
 Checked with torch_npu 2.13.0 on the null device; not run on an Ascend device.
 """
@@ -12,17 +12,14 @@ import pytest
 import torch
 import torch_npu
 
-import app.engine.load.engine as build
-from app.config.engine import EngineConfig
 from app.engine.device.base import ExpertWeights
 from app.engine.device.moe import MoeConfig, mixture
 from app.engine.errors import UnsupportedError
 from app.engine.npu.backend import NpuBackend
-from app.messages import Request, SamplingParams
-from tests import UNTIMED
+from tests.devices.npu.engines import engine, requests
 from tests.devices.npu.null_device import traced
 from tests.devices.npu.numerics import Numerics
-from tests.fast.engine.pairs import GPT_OSS, Pair, make_pair
+from tests.fast.engine.pairs import GPT_OSS, make_pair
 
 MOE = MoeConfig(num_experts=8, num_experts_per_tok=3, intermediate_size=16, norm_topk_prob=True)
 OPERATORS = {
@@ -32,39 +29,6 @@ OPERATORS = {
     "aclnnSwiGlu": 1,
     "aclnnMoeTokenUnpermute": 1,
 }
-
-
-@pytest.fixture
-def pair(tmp_path: Path) -> Pair:
-    shape = {"seed": 22, "vocab_size": 5, "num_kv_heads": 4, "head_dim": 64, "tied": True, "own_head": True}
-    return make_pair(tmp_path, block_size=16, num_layers=3, draft_layers=1, taps=(0, 1), experts=8, **shape)
-
-
-def engine(pair: Pair, **config: Any) -> Any:
-    sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "kv_cache_memory": 8 << 20, "dtype": "float32"}
-    return build.build_engine(EngineConfig(target=pair.target, draft=pair.draft, **UNTIMED | sizes | config)).core
-
-
-def requests() -> list[Request]:
-    prompts = [(1, 2, 3, 4), tuple(i % 5 for i in range(45)), (0, 1) * 3, tuple(i * i % 5 for i in range(90))]
-    return [
-        Request(f"r{i}", prompt, sampling=SamplingParams(temperature=0.7 * (i == 2), seed=i), max_tokens=16)
-        for i, prompt in enumerate(prompts)
-    ]
-
-
-@pytest.mark.parametrize("eager", [True, False])
-def test_tokens_on_the_null_device_are_the_cpu_engines(pair, monkeypatch, eager):
-    wanted = engine(pair, device="cpu").run(requests())
-    monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))
-    with torch.inference_mode(), Numerics(lift=["N7"]):
-        assert engine(pair, device="npu:0", enforce_eager=eager).run(requests()) == wanted
-
-
-def test_every_rule_holds_for_the_engine_in_bfloat16(pair: Pair) -> None:
-    with torch.inference_mode(), Numerics():
-        tokens = engine(pair, device="npu:0", dtype="bfloat16").run(requests())
-    assert {len(ids) for ids in tokens.values()} == {16}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -114,13 +78,6 @@ def test_sizes_that_the_operators_do_not_take_are_refused_by_name(changes: dict[
         backend.check_experts(MOE, 65536)
 
 
-def test_one_expert_alone_is_refused_before_weights_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = make_pair(tmp_path, head_dim=64, experts=1, experts_per_tok=1, num_layers=3, draft_layers=1, taps=(0, 1))
-    monkeypatch.setattr(build, "_load", lambda *_: pytest.fail("weights were loaded"))
-    with pytest.raises(UnsupportedError, match="num_experts 1: "):
-        engine(pair, device="npu:0", dtype="bfloat16")
-
-
 def test_biases_and_sinks_are_cast_once_when_they_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = make_pair(tmp_path, **GPT_OSS | {"head_dim": 64})
     given: dict[str, set[int]] = {"bias": set(), "learnable_sink": set()}
@@ -138,7 +95,7 @@ def test_biases_and_sinks_are_cast_once_when_they_are_loaded(tmp_path: Path, mon
     watched("npu_grouped_matmul", "bias")
     watched("npu_fused_infer_attention_score_v2", "learnable_sink")
     with torch.inference_mode(), Numerics():
-        core = engine(pair, device="npu:0", dtype="bfloat16", enforce_eager=True)
+        core = engine(pair, enforce_eager=True)
         for kept in given.values():
             kept.clear()
         core.run(requests()[:1])

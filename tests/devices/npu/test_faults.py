@@ -5,46 +5,20 @@ from typing import Any
 import pytest
 import torch
 
-import app.engine.load.engine as build
-from app.config.engine import EngineConfig
-from app.engine.core import EngineCore
 from app.engine.device.base import LayerKv
 from app.engine.npu.backend import NpuBackend
-from app.messages import Request, SamplingParams
-from tests import UNTIMED
+from tests.devices.npu.engines import SMALL, engine
 from tests.devices.npu.numerics import Numerics
+from tests.fast.engine.nan_in_one import check_that_nan_ends_one_alone
 from tests.fast.engine.pairs import make_pair
 
 
+@pytest.mark.usefixtures("in_float32")
 @pytest.mark.parametrize(("temperature", "experts"), [(0.0, 0), (0.8, 0), (0.0, 8)])
-def test_a_sequence_whose_logits_are_nan_ends_alone(tmp_path, monkeypatch, temperature, experts):
-    monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))
-    pair = make_pair(tmp_path, head_dim=64, num_layers=2, draft_layers=1, taps=(0,), experts=experts)
-    good, late = (
-        Request(name, tuple(range(1, 9)), 12, sampling=SamplingParams(temperature=temperature, seed=3))
-        for name in ("good", "late")
-    )
-    bad = Request("bad", (1, 2, 3), 12, sampling=SamplingParams(temperature=temperature, seed=4))
-    with torch.inference_mode(), Numerics(lift=["N7"]):
-        sizes: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 3, "max_graphs": 2, "dtype": "float32"}
-        pages: dict[str, Any] = {"max_model_len": 64, "kv_cache_memory": 8 << 20}
-        config = EngineConfig(target=pair.target, draft=pair.draft, device="npu:0", **UNTIMED | sizes | pages)
-        core: EngineCore = build.build_engine(config).core
-        said = core.run([good])["good"]
-        ended = {}
-        for request in (good, bad):
-            core.add(request)
-        core.step()
-        (seq,) = (seq for seq in core.scheduler.running if seq.request is bad)
-        core.runner.pools[0].layers[0].k[seq.pages.tolist()] = float("nan")
-        core.add(late)
-        tokens: dict[str, list[int]] = {"good": said[:1], "late": [], "bad": []}
-        while core.has_work:
-            for delta in core.step().deltas:
-                tokens[delta.request_id] += delta.token_ids
-                ended[delta.request_id] = delta.finish_reason
-    assert ended == {"good": "length", "bad": "error", "late": "length"}
-    assert tokens["good"] == tokens["late"] == said
+def test_a_sequence_whose_logits_are_nan_ends_alone(tmp_path, temperature, experts):
+    pair = make_pair(tmp_path, **SMALL | {"experts": experts})
+    sizes = {"max_num_seqs": 3, "max_graphs": 2, "max_model_len": 64}
+    check_that_nan_ends_one_alone(engine(pair, dtype="float32", **sizes), temperature)
 
 
 @pytest.mark.parametrize(

@@ -7,37 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import app.engine.load.engine as build
-from app.config.engine import EngineConfig
-from app.engine.npu.backend import NpuBackend
 from app.messages import Request, SamplingParams
-from tests import UNTIMED
+from tests.devices.npu.engines import HOST_PROCESSOR, LUCKY, engine
 from tests.devices.npu.null_device import traced
-from tests.devices.npu.numerics import Numerics
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.pairs import Pair
 
-SHAPE = {"seed": 22, "vocab_size": 5, "head_dim": 64, "tied": True, "own_head": True, "taps": (0, 1), "draft_layers": 1}
-HOST_PROCESSOR = {"aclnnSearchSorted", "aclnnCumprod", "aclnnRightShift", "aclnnLeftShift", "aclnnSort", "aclnnNonzero"}
-"""Launched on the card's host processor, not on its cores (N32)."""
+SHAPE: dict[str, Any] = LUCKY | {"seed": 22, "taps": (0, 1), "draft_layers": 1}
+SIZES: dict[str, Any] = {"max_graphs": 2, "max_model_len": 256}
 
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Pair:
     return make_hybrid_pair(tmp_path, block_size=8, **SHAPE)
-
-
-@pytest.fixture
-def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))
-
-
-def engine(pair: Pair, **config: Any) -> Any:
-    sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "kv_cache_memory": 8 << 20, "dtype": "float32"}
-    wishes = {"target": pair.target, "draft": pair.draft, "max_graphs": 2, "max_model_len": 256}
-    return build.build_engine(EngineConfig(**UNTIMED | wishes | sizes | config)).core
 
 
 def requests() -> list[Request]:
@@ -54,11 +37,10 @@ def requests() -> list[Request]:
 @pytest.mark.parametrize(("eager", "head_dim"), [(True, 64), (False, 256)], ids=["eager", "graphs, heads of 256"])
 def test_tokens_with_dflash_and_without_are_the_cpu_engines(tmp_path: Path, eager: bool, head_dim: int) -> None:
     pair = make_hybrid_pair(tmp_path, block_size=8, **SHAPE | {"head_dim": head_dim})
-    plain = engine(pair, device="cpu", draft=None).run(requests())
-    with torch.inference_mode(), Numerics(lift=["N7"]):
-        core = engine(pair, device="npu:0", enforce_eager=eager)
-        assert core.run(requests()) == plain
-        assert core.run(requests()) == plain, "and from the states of the prefix cache"
+    plain = engine(pair, "cpu", "float32", draft=None, **SIZES).run(requests())
+    core = engine(pair, dtype="float32", enforce_eager=eager, **SIZES)
+    assert core.run(requests()) == plain
+    assert core.run(requests()) == plain, "and from the states of the prefix cache"
 
 
 @pytest.mark.usefixtures("in_float32")
@@ -66,15 +48,14 @@ def test_tokens_with_dflash_and_without_are_the_cpu_engines(tmp_path: Path, eage
 @pytest.mark.parametrize("shape", [{"experts": 4}, {"experts": 4, "grouped": True}], ids=str)
 def test_tokens_of_other_families_are_the_cpu_engines(tmp_path: Path, shape: dict[str, Any]) -> None:
     pair = make_hybrid_pair(tmp_path, block_size=8, **SHAPE | shape)
-    wanted = engine(pair, device="cpu").run(requests())
-    with torch.inference_mode(), Numerics(lift=["N7"]):
-        assert engine(pair, device="npu:0").run(requests()) == wanted
+    wanted = engine(pair, "cpu", "float32", **SIZES).run(requests())
+    assert engine(pair, dtype="float32", **SIZES).run(requests()) == wanted
 
 
 @pytest.mark.usefixtures("numerics")
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 def test_every_rule_holds_in_bfloat16_and_the_host_waits_once_a_step(pair: Pair, eager: bool) -> None:
-    core = engine(pair, device="npu:0", dtype="bfloat16", enforce_eager=eager)
+    core = engine(pair, enforce_eager=eager, **SIZES)
     for request in requests():
         core.add(request)
     kinds = set()

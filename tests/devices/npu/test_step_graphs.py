@@ -2,6 +2,7 @@
 
 import contextlib
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,41 +13,26 @@ import torch_npu
 
 import app.engine.load.engine as build
 from app.config.engine import EngineConfig
-from app.engine.core import EngineCore
 from app.engine.errors import UnsupportedError
 from app.engine.npu import graph as npu_graph
 from app.engine.npu.backend import NpuBackend
-from app.messages import Request
 from tests import UNTIMED
 from tests.devices.npu import demo
+from tests.devices.npu.engines import HOST_PROCESSOR, SMALL, engine, requests
 from tests.devices.npu.null_device import traced
-from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.pairs import Pair, make_pair
 from tools.npu_contract.__main__ import main as contract
 from tools.npu_contract.check import SCRATCH_BLOCK
 
 pytestmark = pytest.mark.usefixtures("numerics")
 
-HOST_PROCESSOR = {"aclnnSearchSorted", "aclnnCumprod", "aclnnRightShift", "aclnnLeftShift", "aclnnSort", "aclnnNonzero"}
-"""Launched on the card's host processor, not on its cores (N32)."""
-
 Lengths = tuple[list[int], list[int]]
+asked = partial(requests, 30, temperature=0.0)
 
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Pair:
-    return make_pair(tmp_path, head_dim=64, num_layers=3, draft_layers=1, taps=(0, 1))
-
-
-def engine(pair: Pair, **config: Any) -> EngineCore:
-    sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "kv_cache_memory": 8 << 20, "dtype": "bfloat16"}
-    wishes = {"device": "npu:0"} | sizes | config
-    return build.build_engine(EngineConfig(target=pair.target, draft=pair.draft, **UNTIMED | wishes)).core
-
-
-def requests(**kwargs: Any) -> list[Request]:
-    prompts = [tuple(range(1, 12)), tuple(range(30, 75)), (5, 6, 5, 6, 5, 6), tuple(range(1, 90))]
-    return [flat_request(f"r{i}", prompt, max_tokens=30, seed=i, **kwargs) for i, prompt in enumerate(prompts)]
+    return make_pair(tmp_path, **SMALL)
 
 
 class Attended:
@@ -133,7 +119,7 @@ def test_what_graphs_read_and_write_stays_where_it_was(pair: Pair) -> None:
         return [tensor.data_ptr() for tensor in (*tensors, graphs.drafts)]
 
     before = places()
-    core.run(requests())
+    core.run(asked())
     assert places() == before
 
 
@@ -141,7 +127,7 @@ def test_what_graphs_read_and_write_stays_where_it_was(pair: Pair) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_host_waits_once_a_step_and_captures_nothing_after_the_start(pair, config, temperature):
     core = engine(pair, **config)
-    for request in requests(temperature=temperature):
+    for request in requests(30, temperature=temperature):
         core.add(request)
     while core.has_work:
         with traced() as trace:
@@ -154,7 +140,7 @@ def test_the_host_waits_once_a_step_and_captures_nothing_after_the_start(pair, c
 
 def test_a_greedy_decode_step_launches_its_two_graphs_and_nothing_else(pair: Pair) -> None:
     core = engine(pair)
-    for request in requests():
+    for request in asked():
         core.add(request)
     while core.step().stats.kind != "decode":
         pass
@@ -167,18 +153,9 @@ def test_a_greedy_decode_step_launches_its_two_graphs_and_nothing_else(pair: Pai
 def test_every_size_is_captured_and_replayed_before_the_engine_is_ready(pair: Pair) -> None:
     seen: list[tuple[str, int, int]] = []
     with traced() as trace:
-        build.build_engine(
-            EngineConfig(
-                target=pair.target,
-                draft=pair.draft,
-                device="npu:0",
-                dtype="bfloat16",
-                max_num_seqs=4,
-                kv_cache_memory=8 << 20,
-                **UNTIMED,
-            ),
-            lambda *progress: seen.append(progress),
-        )
+        wishes: dict[str, Any] = {"device": "npu:0", "dtype": "bfloat16", "max_num_seqs": 4, "kv_cache_memory": 8 << 20}
+        config = EngineConfig(pair.target, pair.draft, **UNTIMED | wishes)
+        build.build_engine(config, lambda *progress: seen.append(progress))
     graphs = [(done, total) for stage, done, total in seen if stage == "graphs"]
     sizes = 3 * (3 + 4)  # 1, 2 and 4 sequences: drafts of 2, 4 and 8 rows, and targets of 1, 2, 4 and 8
     assert graphs == [(i + 1, sizes) for i in range(sizes)]
@@ -195,12 +172,12 @@ def test_no_more_graphs_are_captured_than_allowed(pair: Pair, max_graphs: int, e
 
 def test_a_meta_that_was_not_planned_for_its_step_is_found_out(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof would see lengths of an earlier step: without the new plan tokens are others."""
-    expected = engine(pair).run(requests())
+    expected = engine(pair).run(asked())
     core = engine(pair)
     forward = core.runner.forward
     monkeypatch.setattr(forward, "plan", lambda step, inputs: None if step.metas[0].plans else plan(step, inputs))
     plan = type(core.runner.forward).plan.__get__(core.runner.forward)
-    assert core.run(requests()) != expected
+    assert core.run(asked()) != expected
 
 
 def test_an_engines_operator_calls_can_be_checked_on_a_card(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,13 +197,13 @@ class Unread(list[int]):
 def test_a_replay_hands_lengths_over_without_a_look_at_each(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """At 256 sequences of a 36-layer target a look at each took 1.5 ms a step."""
     core = engine(pair)
-    core.run(requests())
+    core.run(asked())
     updated: list[Any] = []
     monkeypatch.setattr(torch_npu.npu.NPUGraph, "update", lambda graph, entries: updated.extend(entries))
     monkeypatch.setattr(
         npu_graph.AttentionPlan, "lengths", lambda plan, sinks: {"actual_seq_lengths": Unread(plan.q_ends)}
     )
-    for request in requests():
+    for request in asked():
         core.add(request)
     with contextlib.suppress(RuntimeError):  # without updates the null device ends the stream
         while not updated:

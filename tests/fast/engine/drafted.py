@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from app.engine.load.engine import Engine
+from app.engine.core import EngineCore
 from app.engine.schedule.batch import Batch
 from app.messages import Request
 from tests.fast.engine.dialects import WINDOW
@@ -20,10 +20,10 @@ class Drafted:
     drafts: list[int]
 
 
-def drafted_by(engine: Engine, requests: list[Request]) -> list[Drafted]:
+def drafted_by(core: EngineCore, requests: list[Request]) -> list[Drafted]:
     """Run requests, and return all that was drafted: operator by operator, compiled or from graphs."""
     seen: list[Drafted] = []
-    runner, launch = engine.core.runner, engine.core.launch
+    runner, launch = core.runner, core.launch
     graphs, propose = getattr(runner, "graphs", None), runner.forward.draft
     proposed: list[Any] = []
 
@@ -39,8 +39,8 @@ def drafted_by(engine: Engine, requests: list[Request]) -> list[Drafted]:
             seen.extend(map(Drafted, anchored, drafts.tolist()))
         return pending
 
-    runner.forward.draft, engine.core.launch = recorded, launched
-    engine.core.run(requests)
+    runner.forward.draft, core.launch = recorded, launched
+    core.run(requests)
     return seen
 
 

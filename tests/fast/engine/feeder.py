@@ -12,6 +12,7 @@ from app.engine.load.engine import Engine
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.sequence import Sequence
 from app.messages import Request
+from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.lossless import make_engine
 from tests.fast.engine.pairs import make_pair
 
@@ -33,6 +34,15 @@ EXPERTS: dict[str, dict] = {
 }
 
 
+HYBRIDS: dict[str, dict] = {
+    "4 v heads to 2": {},
+    "every second layer, mha": {"layer_types": ("linear_attention", "full_attention") * 2, "num_kv_heads": 4},
+    "3 v heads to each": {"k_heads": 2, "v_heads": 6, "k_dim": 16, "v_dim": 8, "tied": True},
+    "experts": {"experts": 8},
+    "Next": {"experts": 8, "grouped": True},
+    "attention first": {"layer_types": ("full_attention", *("linear_attention",) * 4), "k_heads": 4},
+}
+HYBRIDS = {f"hybrid, {name}": {"hybrid": True, "seed": 4, **shape} for name, shape in HYBRIDS.items()}
 TAPS = (0, 1, 2)
 """Every layer that may be tapped, the last one being excluded."""
 
@@ -58,10 +68,12 @@ class Checkpoint:
         return engine
 
 
-def random_checkpoint(folder: Path, seed: int = 0, **shape) -> Checkpoint:
-    pair = make_pair(folder, seed=seed, taps=TAPS, **shape)
+def random_checkpoint(folder: Path, seed: int = 0, *, hybrid: bool = False, **shape) -> Checkpoint:
+    """A hybrid target's first text has several chunks of 64 rows, which the delta rule solves together."""
+    pair = (make_hybrid_pair if hybrid else make_pair)(folder, seed=seed, taps=TAPS, **shape)
     rng = random.Random(seed)
-    texts = [[rng.randrange(pair.vocab_size) for _ in range(length)] for length in (61, 38, 9)]
+    lengths = (200 if hybrid else 61, 38, 9)
+    texts = [[rng.randrange(pair.vocab_size) for _ in range(length)] for length in lengths]
     return Checkpoint(pair.target, TAPS, texts, pair.draft)
 
 
@@ -87,6 +99,7 @@ class Feeder:
         self.engine.core.scheduler.pool.grow(seq.pages, len(token_ids))
         self._rng.shuffle(seq.pages)
         self._outputs[seq] = []
+        seq.state_slot = len(self._outputs)  # of recurrent layers, where there are any
         return seq
 
     def feed(self, *, decodes: Seq[Sequence] = (), prefills: Seq[tuple[Sequence, int]] = ()) -> None:

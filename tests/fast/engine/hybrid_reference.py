@@ -4,17 +4,14 @@ It shares no code with the engine, and is called as Transformers' Qwen3_5ForCaus
 against the other.
 """
 
-import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.fast.engine.reference import Output
+from tests.fast.engine.reference import ReferenceTarget, Rope, rotated
 
 
 class Delta(NamedTuple):
@@ -26,59 +23,19 @@ class Delta(NamedTuple):
     """The last three inputs of the convolution, [3, C]."""
 
 
-class HybridReference:
+class HybridReference(ReferenceTarget):
     """Qwen3.5 over one sequence at a time, in fp32 or fp64."""
 
     def __init__(self, folder: Path | str, dtype: torch.dtype = torch.float32) -> None:
-        config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
-        config = config | config.get("text_config", {})
-        files = sorted(Path(folder).glob("*.safetensors"))
-        tensors = {name: x for file in files for name, x in load_file(file).items()}
-        self.config = SimpleNamespace(**config)
-        self.weights = {
-            name.removeprefix("model.").removeprefix("language_model."): tensor.to(dtype)
-            for name, tensor in tensors.items()
-        }
-        self.embedding = self.weights["embed_tokens.weight"]
-        self.head = self.embedding if config["tie_word_embeddings"] else self.weights["lm_head.weight"]
+        super().__init__(folder, dtype)
+        rope = self.config.rope_parameters
+        turned = {"rope_dim": int(self.head_dim * rope["partial_rotary_factor"])}
+        self.rope = Rope.of(vars(self.config) | {"rope_parameters": rope | turned})
 
-    def get_input_embeddings(self) -> SimpleNamespace:
-        return SimpleNamespace(weight=self.embedding)
-
-    def get_output_embeddings(self) -> SimpleNamespace:
-        return SimpleNamespace(weight=self.head)
-
-    @torch.no_grad()
-    def __call__(
-        self,
-        rows: Tensor,
-        past_key_values: list[Any] | None = None,
-        use_cache: bool = True,
-        output_hidden_states: bool = False,
-    ) -> Output:
-        """Run the rows [1, T] that come after those whose memory is in `past_key_values`."""
-        x = F.embedding(rows[0], self.embedding)
-        past = past_key_values or [None] * self.config.num_hidden_layers
-        hidden_states, cache = [x], []
-        for layer, kind in enumerate(self.config.layer_types):
-            name = f"layers.{layer}"
-            normed = self._norm(x, f"{name}.input_layernorm")
-            if kind == "linear_attention":
-                out, memory = self._delta_net(normed, f"{name}.linear_attn", past[layer])
-            else:
-                out, memory = self._attention(normed, f"{name}.self_attn", past[layer])
-            x = x + out
-            y = self._norm(x, f"{name}.post_attention_layernorm")
-            x = x + (self._experts if f"{name}.mlp.gate.weight" in self.weights else self._mlp)(y, f"{name}.mlp")
-            hidden_states.append(x)
-            cache.append(memory)
-        hidden_states[-1] = self._norm(x, "norm")
-        logits = F.linear(hidden_states[-1], self.head).float()
-        return Output(logits[None], tuple(state[None] for state in hidden_states), cache)
-
-    def _mlp(self, x: Tensor, name: str) -> Tensor:
-        gate, up = (self._linear(x, f"{name}.{part}_proj") for part in ("gate", "up"))
-        return self._linear(F.silu(gate) * up, f"{name}.down_proj")
+    def _mixed(self, x: Tensor, layer: int, past: Any) -> tuple[Tensor, Any]:
+        if self.config.layer_types[layer] == "linear_attention":
+            return self._delta_net(x, f"layers.{layer}.linear_attn", past)
+        return self._attention(x, f"layers.{layer}.self_attn", past)
 
     def _experts(self, x: Tensor, name: str) -> Tensor:
         """Row by row, the weighted sum of the experts that the router finds most likely, and the shared one."""
@@ -127,8 +84,8 @@ class HybridReference:
         positions = torch.arange(first, first + len(x))
         q, gate = self._linear(x, f"{name}.q_proj").view(len(x), -1, 2 * dim).split(dim, dim=-1)
         k, v = (self._linear(x, f"{name}.{part}_proj").view(len(x), -1, dim).transpose(0, 1) for part in "kv")
-        q = self._turned(self._norm(q.transpose(0, 1), f"{name}.q_norm"), positions)
-        k = self._turned(self._norm(k, f"{name}.k_norm"), positions)
+        q = rotated(self._norm(q.transpose(0, 1), f"{name}.q_norm"), positions, self.rope)
+        k = rotated(self._norm(k, f"{name}.k_norm"), positions, self.rope)
         if past:
             k, v = torch.cat([past[0], k], dim=1), torch.cat([past[1], v], dim=1)
         group = config.num_attention_heads // config.num_key_value_heads
@@ -137,19 +94,6 @@ class HybridReference:
         o = (scores.softmax(dim=-1) @ v.repeat_interleave(group, dim=0)).transpose(0, 1) * torch.sigmoid(gate)
         return self._linear(o.flatten(1), f"{name}.o_proj"), (k, v)
 
-    def _turned(self, x: Tensor, positions: Tensor) -> Tensor:
-        """RoPE of the first dims of each head [heads, T, D]."""
-        rope = self.config.rope_parameters
-        dim = int(self.config.head_dim * rope["partial_rotary_factor"])
-        frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2).float() / dim)
-        angles = positions[:, None].float() * frequencies
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        first, second, rest = x[..., : dim // 2], x[..., dim // 2 : dim], x[..., dim:]
-        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
-
     def _norm(self, x: Tensor, name: str) -> Tensor:
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
         return x * scale * (1 + self.weights[f"{name}.weight"])
-
-    def _linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self.weights[f"{name}.weight"])

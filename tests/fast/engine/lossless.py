@@ -476,6 +476,14 @@ def assert_lossless(comparison: Comparison) -> None:
     assert not comparison.wrong, f"first of {len(comparison.wrong)}: {comparison.wrong[0]}"
 
 
+def near_ties_capped() -> Iterator[list[Comparison]]:
+    """A fixture's list for comparisons, whose near ties are capped once the last test has run."""
+    comparisons: list[Comparison] = []
+    yield comparisons
+    total = sum(comparisons, Comparison(0))
+    assert len(total.differences) <= cap(total.tokens), f"{len(total.differences)} near ties in {total.tokens} tokens"
+
+
 def random_subjects(folder: Path, count: int, load: Callable[[Path], Target] = load_target) -> list[Subject]:
     """Grouped queries and an lm_head of its own, where drafts hardly ever hit; and the lucky pair."""
     shapes: dict[str, dict[str, Any]] = {"random": {"seed": 1, "block_size": 16}, "random-lucky": LUCKY}

@@ -4,26 +4,23 @@ So it is known beforehand how many drafts every step accepts, which tokens come 
 `PlannedRun` steps an engine and holds every one of its deltas, lengths and pages against the plan.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from app.config.engine import EngineConfig
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.device.base import AttentionMetadata
 from app.engine.dflash.drafter import DFlashDrafter
-from app.engine.load.engine import Engine, build_engine
+from app.engine.load.engine import Engine
 from app.engine.models.rope import RotaryTable
 from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine.sequence import Sequence
 from app.messages import Request, StepOutput, TokenDelta
-from tests import UNTIMED
+from tests.fast.engine import lossless
 from tests.fast.engine.pairs import Pair
 
 torch.set_num_threads(1)
@@ -116,52 +113,13 @@ def plant(engine: Engine, texts: Mapping[str, list[int]], cut: Cut) -> PlantedDr
     return planted
 
 
-def make_engine(
-    pair: Pair,
-    *,
-    block_size: int | None = None,
-    page_size: int = 4,
-    max_model_len: int = 64,
-    max_num_seqs: int = 4,
-    max_num_batched_tokens: int | None = None,
-    num_pages: int | None = None,
-    with_draft: bool = True,
-    prefix_caching: bool = False,
-) -> Engine:
+def make_engine(pair: Pair, *, num_pages: int | None = None, with_draft: bool = True, **settings: Any) -> Engine:
     """An engine on the CPU; `num_pages` counts those that sequences can own, None is as many as all can use."""
-    config = EngineConfig(
-        target=pair.target,
-        draft=pair.draft if with_draft else None,
-        device="cpu",
-        dtype="float32",
-        block_size=block_size,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        page_size=page_size,
-        prefix_caching=prefix_caching,
-        kv_cache_memory=None if num_pages is None else (num_pages + SCRATCH_PAGES) * page_size * _bytes_per_token(pair),
-        **UNTIMED,
-    )
-    engine = build_engine(config)
-    if num_pages is not None:
-        assert engine.core.scheduler.pool.num_usable == num_pages
+    sizes = {"page_size": 4, "max_model_len": 64, "max_num_seqs": 4, "prefix_caching": False} | settings
+    kv_pages = None if num_pages is None else num_pages + SCRATCH_PAGES
+    engine = lossless.make_engine(pair.target, pair.draft if with_draft else None, kv_pages=kv_pages, **sizes)
+    assert num_pages in (None, engine.core.scheduler.pool.num_usable)
     return engine
-
-
-def _bytes_per_token(pair: Pair) -> int:
-    """K and V of all layers of target and draft in fp32, from the files' own words."""
-    total = 0
-    for folder in (pair.target, pair.draft):
-        shape = _read_json(folder / "config.json")
-        kinds = shape.get("layer_types") or ["full_attention"] * shape["num_hidden_layers"]
-        layers = sum(kind != "linear_attention" for kind in kinds)
-        total += 2 * 4 * layers * shape["num_key_value_heads"] * shape["head_dim"]
-    return total
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())
 
 
 @dataclass(frozen=True)

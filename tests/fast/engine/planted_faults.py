@@ -13,6 +13,7 @@ from app.engine.sampling.penalties import TokenCounts
 from app.engine.sequence import Sequence
 from app.engine.step.inputs import Layout
 from app.messages import Request, TokenDelta
+from tests.fast.engine.device_lengths import device_lengths
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.lossless import make_engine
 from tests.fast.engine.pairs import Pair
@@ -31,6 +32,14 @@ def engine_of(pair: Pair, **settings: Any) -> Engine:
         with torch.inference_mode():
             target.embedding[BAD_TOKEN] = NAN
             target.lm_head[BAD_TOKEN] = 0.0  # no text has it by itself
+    return engine
+
+
+def overlapping(pair: Pair, **settings: Any) -> Engine:
+    """On a device on which a step is launched before the previous one is read."""
+    with device_lengths():
+        engine = engine_of(pair, **{"enforce_eager": False, "max_graphs": 4} | settings)
+    assert engine.core.overlap
     return engine
 
 

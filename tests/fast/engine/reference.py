@@ -8,7 +8,7 @@ the other. The draft follows shared/DFLASH.md section 1 line by line.
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,12 +42,15 @@ class Output(NamedTuple):
 class ReferenceTarget:
     """Llama, Qwen2 or Qwen3, with experts stored one by one if any, over one sequence at a time, in the dtype given."""
 
-    def __init__(self, folder: Path | str, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path | str, dtype: torch.dtype = torch.float32) -> None:
         folder = Path(folder)
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        config |= config.get("text_config", {})
         tensors = {name: x for file in sorted(folder.glob("*.safetensors")) for name, x in load_file(file).items()}
         self.config = SimpleNamespace(**config)
-        self.weights = {name.removeprefix("model."): tensor.to(dtype) for name, tensor in tensors.items()}
+        self.weights = {
+            name.removeprefix("model.").removeprefix("language_model."): x.to(dtype) for name, x in tensors.items()
+        }
         self.embedding = self.weights["embed_tokens.weight"]
         self.head = self.embedding if config["tie_word_embeddings"] else self.weights["lm_head.weight"]
         self.heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -65,19 +68,17 @@ class ReferenceTarget:
     def __call__(
         self,
         rows: Tensor,
-        past_key_values: list[tuple[Tensor, Tensor]] | None = None,
+        past_key_values: list[Any] | None = None,
         use_cache: bool = True,
         output_hidden_states: bool = False,
     ) -> Output:
         """Run the rows [1, T] that come after those whose K and V are in `past_key_values`."""
-        num_cached = past_key_values[0][0].shape[1] if past_key_values else 0
-        positions = torch.arange(num_cached, num_cached + rows.shape[1])
         x = F.embedding(rows[0], self.embedding)
         hidden_states, cache = [x], []
         for layer in range(self.config.num_hidden_layers):
             name = f"layers.{layer}"
             past = past_key_values[layer] if past_key_values else None
-            out, kv = self._attention(self._norm(x, f"{name}.input_layernorm"), f"{name}.self_attn", positions, past)
+            out, kv = self._mixed(self._norm(x, f"{name}.input_layernorm"), layer, past)
             x = x + out
             y = self._norm(x, f"{name}.post_attention_layernorm")
             x = x + (self._experts if f"{name}.mlp.gate.weight" in self.weights else self._mlp)(y, f"{name}.mlp")
@@ -101,10 +102,15 @@ class ReferenceTarget:
                 out[t] += (chances[t, expert] / total).to(x.dtype) * self._mlp(x[t], f"{name}.experts.{expert}")
         return out
 
+    def _mixed(self, x: Tensor, layer: int, past: Any) -> tuple[Tensor, Any]:
+        return self._attention(x, f"layers.{layer}.self_attn", past)
+
     def _attention(
-        self, x: Tensor, name: str, positions: Tensor, past: tuple[Tensor, Tensor] | None
+        self, x: Tensor, name: str, past: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Every row over all rows before it and itself; and K and V of all."""
+        first = past[0].shape[1] if past else 0
+        positions = torch.arange(first, first + len(x))
         q, k, v = (self._linear(x, f"{name}.{part}_proj").view(len(x), -1, self.head_dim) for part in "qkv")
         if f"{name}.q_norm.weight" in self.weights:
             q, k = self._norm(q, f"{name}.q_norm"), self._norm(k, f"{name}.k_norm")
@@ -261,18 +267,23 @@ class ReferenceDraft:
     # The pieces of section 1, in order.
 
     @torch.no_grad()
-    def context_kv(self, features: Tensor, start: int = 0) -> ContextKV:
-        """K and V of context rows at positions start, start + 1, ... from their features [T, n_taps * H_target].
+    def context_kv(self, features: Tensor) -> ContextKV:
+        """K and V of the first context rows from their features [T, n_taps * H_target].
 
-        They depend on the row's own feature and position alone. No layer's input_layernorm touches them.
+        They depend on the row's own feature and position only. No layer's input_layernorm touches them.
         """
         context = self._norm(self._linear(features, "fc"), "hidden_norm")
-        positions = torch.arange(start, start + len(features))
+        positions = torch.arange(len(features))
         return [self._key_value(context, layer, positions) for layer in range(self.num_layers)]
 
     @torch.no_grad()
-    def block_hidden_over(self, context: ContextKV, anchor: int, n: int) -> Tensor:
-        """Hidden states [b, H] after the final norm, of the block over given context K and V (n - 1 rows)."""
+    def block_hidden(self, features: Tensor, anchor: int, n: int) -> Tensor:
+        """Hidden states [b, H] after the final norm; row k stands at position n - 1 + k.
+
+        `n` tokens are known, the last is the anchor; `features` [n - 1, n_taps * H_target] are of those before it.
+        """
+        assert len(features) == n - 1, f"{len(features)} features for {n} tokens: the anchor has none"
+        context = self.context_kv(features)
         block_ids = torch.tensor([anchor] + [self.mask_token_id] * (self.block_size - 1))
         positions = torch.arange(n - 1, n - 1 + self.block_size)
         x = F.embedding(block_ids, self.embedding)
@@ -281,14 +292,6 @@ class ReferenceDraft:
             x = x + self._attention(self._norm(x, f"{name}.input_layernorm"), layer, positions, context[layer])
             x = x + self._mlp(self._norm(x, f"{name}.post_attention_layernorm"), f"{name}.mlp")
         return self._norm(x, "norm")
-
-    def block_hidden(self, features: Tensor, anchor: int, n: int) -> Tensor:
-        """Hidden states [b, H] after the final norm; row k stands at position n - 1 + k.
-
-        `n` tokens are known, the last is the anchor; `features` [n - 1, n_taps * H_target] are of those before it.
-        """
-        assert len(features) == n - 1, f"{len(features)} features for {n} tokens: the anchor has none"
-        return self.block_hidden_over(self.context_kv(features), anchor, n)
 
     @torch.no_grad()
     def block_logits(self, features: Tensor, anchor: int, n: int) -> Tensor:
@@ -572,10 +575,9 @@ def dflash_greedy(
     max_tokens: int,
     eos: Collection[int] = (),
     width: int | None = None,
-    propose: Callable[[list[int]], list[int]] | None = None,
 ) -> DFlashRun:
     """The whole method at T = 0; see `dflash_sampled`."""
-    return dflash_sampled(target, draft, prompt, max_tokens, 0.0, 0, eos=eos, width=width, propose=propose)
+    return dflash_sampled(target, draft, prompt, max_tokens, 0.0, 0, eos=eos, width=width)
 
 
 def dflash_sampled(
@@ -587,12 +589,10 @@ def dflash_sampled(
     seed: int,
     eos: Collection[int] = (),
     width: int | None = None,
-    propose: Callable[[list[int]], list[int]] | None = None,
 ) -> DFlashRun:
     """The whole method. Target and draft run over the whole sequence in every step, so nothing is rolled back.
 
-    A step verifies `width` rows (default and most: the block), never more than may still be emitted. `propose` maps
-    all known tokens to b - 1 drafts, in place of the draft model.
+    A step verifies `width` rows (default and most: the block), never more than may still be emitted.
     """
     tokens = list(prompt)
     end = len(prompt) + max_tokens
@@ -602,10 +602,7 @@ def dflash_sampled(
     while len(tokens) < end and tokens[-1] not in eos:
         n = len(tokens)
         rows = min(width or draft.block_size, draft.block_size, end - n)
-        if propose is not None:
-            drafts = propose(tokens)[: rows - 1]
-        else:
-            drafts = draft.propose(features(target, tokens[:-1], draft.taps), tokens[-1], n)[: rows - 1]
+        drafts = draft.propose(features(target, tokens[:-1], draft.taps), tokens[-1], n)[: rows - 1]
         logits = teacher_forced(target, tokens + drafts)[n - 1 :]
         choices: list[int] = []
         for row in range(rows):

@@ -35,7 +35,7 @@ def engine_of(pair: Pair, **settings: Any) -> Engine:
 def test_drafts_are_the_references_over_whole_answers(tmp_path, name: str):
     """Contexts are longer than the window, cross pages, and are prefilled in chunks beside decoding rows."""
     pair = DIALECTS[name].make(tmp_path)
-    blocks = drafted_by(engine_of(pair, max_num_batched_tokens=29), requests_about_the_window(3, 14))
+    blocks = drafted_by(engine_of(pair, max_num_batched_tokens=29).core, requests_about_the_window(3, 14))
     assert len(blocks) > 20 and max(len(block.token_ids) for block in blocks) > 3 * WINDOW
     assert len({tuple(block.drafts) for block in blocks}) > 10
     assert share_of_right_drafts(blocks, pair) == 1.0
@@ -47,7 +47,7 @@ SLIDING = DIALECTS["one sliding layer, causal inside the block"]
 def test_drafts_are_the_references_after_preemption_and_prefix_hits(tmp_path):
     pair = SLIDING.make(tmp_path)
     engine = engine_of(pair, kv_pages=40, max_num_seqs=4)
-    blocks = drafted_by(engine, requests_about_the_window(4, 16, shared=17))
+    blocks = drafted_by(engine.core, requests_about_the_window(4, 16, shared=17))
     assert engine.core.scheduler.num_preemptions > 0
     assert engine.core.scheduler.prefix_cache_hits > 0
     assert share_of_right_drafts(blocks, pair) == 1.0
@@ -57,7 +57,7 @@ def test_drafts_from_graphs_are_the_references(tmp_path):
     pair = SLIDING.make(tmp_path)
     engine = engine_of(pair, enforce_eager=False, max_graphs=4)
     assert engine.core.runner.graphs.has_draft
-    assert share_of_right_drafts(drafted_by(engine, requests_about_the_window(3, 14)), pair) == 1.0
+    assert share_of_right_drafts(drafted_by(engine.core, requests_about_the_window(3, 14)), pair) == 1.0
 
 
 class Uncompiled:
@@ -82,7 +82,7 @@ def test_every_row_drafts_if_the_anchors_row_does(tmp_path, graphs: bool):
     pair = DIALECTS["sample from anchor"].make(tmp_path)
     for wanted, count in ((None, 8), (5, 4)):
         engine = engine_of(pair, block_size=wanted, enforce_eager=not graphs, max_graphs=4)
-        blocks = drafted_by(engine, requests_about_the_window(2, 10))
+        blocks = drafted_by(engine.core, requests_about_the_window(2, 10))
         assert {len(block.drafts) for block in blocks} == {count}
         assert share_of_right_drafts(blocks, pair, block_size=count) == 1.0
 
@@ -95,7 +95,7 @@ def test_the_python_that_is_compiled_drafts_the_same(tmp_path, monkeypatch, name
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     pair = DIALECTS[name].make(tmp_path)
     engine = engine_of(pair, compile=True)
-    blocks = drafted_by(engine, requests_about_the_window(2, 10))
+    blocks = drafted_by(engine.core, requests_about_the_window(2, 10))
     assert engine.core.runner.forward.compiled.draft_step.was_called
     assert share_of_right_drafts(blocks, pair) == 1.0
 
@@ -183,7 +183,7 @@ def test_a_mistake_in_a_dialect_is_found(tmp_path, name: str, mistake: Callable[
     pair = DIALECTS[name].make(tmp_path)
     engine = engine_of(pair)
     mistake(engine)
-    share = share_of_right_drafts(drafted_by(engine, requests_about_the_window(2, 12)), pair)
+    share = share_of_right_drafts(drafted_by(engine.core, requests_about_the_window(2, 12)), pair)
     print(f"{share:.0%} of the drafts are right")
     assert share < 0.95
 

@@ -1,5 +1,6 @@
 """A fault of one sequence ends it, with an error that gives the reason. The texts of its neighbours do not change."""
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -26,6 +27,7 @@ from tests.fast.engine.planted_faults import (
     during,
     engine_of,
     names,
+    overlapping,
     requests,
     undisturbed,
 )
@@ -54,14 +56,19 @@ def lucky(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 # Logits that are not finite
 
 
-@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["eager", "graphs"])
-@pytest.mark.parametrize("way", fast_ones(WAYS, ("penalised",)))
-def test_a_sequence_whose_logits_are_nan_ends_with_an_error_and_never_spreads(pair: Pair, way: str, graphs: bool):
-    scratch = -(-(4 * 8 + 1) // PAGE) if graphs else 1
-    settings: dict[str, Any] = {"enforce_eager": not graphs, "kv_pages": 48 + scratch}
+@pytest.mark.parametrize(
+    "case",
+    fast_ones([*itertools.product(("eager", "graphs"), WAYS), ("overlap", "greedy")], [("eager", "penalised")]),
+    ids=", ".join,
+)
+def test_a_sequence_whose_logits_are_nan_ends_with_an_error_and_never_spreads(pair: Pair, case: tuple[str, str]):
+    path, way = case
+    scratch = 1 if path == "eager" else -(-(4 * 8 + 1) // PAGE)
+    settings: dict[str, Any] = {"enforce_eager": path == "eager", "kv_pages": 48 + scratch}
+    make = overlapping if path == "overlap" else engine_of
     asked = requests(pair, 12, **WAYS[way])
     plain = undisturbed(engine_of(pair, **settings), asked)
-    run = Run(engine_of(pair, **settings), asked).until(6)
+    run = Run(make(pair, **settings), asked).until(6)
     run.poison(run.sequence("r1").pages[:1].tolist())
     run.to_the_end()
     assert list(run.errors()) == ["r1"] and "not finite" in run.errors()["r1"]
@@ -109,20 +116,21 @@ def test_pages_that_may_hold_nan_are_found_by_no_sequence(pair: Pair):
     assert list(run.errors()) == ["bad"] and not run.scheduler.pool._page_of
 
 
-@pytest.mark.parametrize("live_part", [True, False])
-def test_who_shares_pages_with_nan_is_computed_anew_and_says_what_it_would_have_said(pair: Pair, live_part: bool):
-    first, second = (
-        Request(name, (*range(20), last), 12, sampling=SamplingParams(temperature=0.7, seed=4))
-        for name, last in (("first", 30), ("second", 31))
-    )
-    plain = undisturbed(engine_of(pair, prefix_caching=True), [second])
-    run = Run(engine_of(pair, prefix_caching=True), [first]).until(3, "first")
+@pytest.mark.parametrize(("live_part", "make"), [(True, engine_of), (False, engine_of), (True, overlapping)])
+def test_who_shares_pages_with_nan_is_computed_anew_and_says_what_it_would_have_said(pair, live_part, make):
+    sampling = SamplingParams() if make is overlapping else SamplingParams(temperature=0.7, seed=4)
+    first, second = (Request(name, (*range(20), last), 16, sampling) for name, last in (("first", 30), ("second", 31)))
+    plain = undisturbed(engine_of(pair), [second])
+    run = Run(make(pair, prefix_caching=True), [first]).until(3, "first")
     pages = run.sequence("first").pages[:5].tolist()
     if not live_part:
         run.to_the_end()
-    run.poison(pages)
+        run.poison(pages)
     run.texts["second"] = []
     run.core.add(second)
+    if live_part:
+        run.until(4, "second")
+        run.poison(pages)
     run.to_the_end()
     assert run.scheduler.prefix_cache_hits == 20
     assert list(run.errors()) == (["first"] if live_part else [])

@@ -1,12 +1,15 @@
 """The gated delta rule in chunks equals substitution token by token in fp64, also where keys are nearly equal."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from app.engine.checkpoint.shapes import GatedDeltaConfig
 from app.engine.device.gated_delta import commit_and_verify, delta_rule, l2norm, last_rows, short_conv
-from tests.fast.engine.delta_layers import BLOCK, CLOSE, SHAPES, Layer, assert_slots
+from tests.fast.engine.delta_layers import Layer
+from tests.fast.engine.delta_suite import DeltaSuite
 
 torch.set_num_threads(1)
 K_HEADS, V_HEADS, K_DIM, V_DIM = 2, 6, 8, 12
@@ -113,19 +116,10 @@ def test_the_last_rows_are_those_before_the_first_that_does_not_count():
     assert found.squeeze(2).tolist() == [[1, 2, 3], [2, 3, 4], [4, 5, 6], [5, 6, 7]]
 
 
-@pytest.mark.parametrize("can_wait", [True, False], ids=["counts on the host", "static"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_committing_and_verifying_together_is_one_after_the_other(shape: GatedDeltaConfig, can_wait: bool):
-    layer = Layer(shape, commit_and_verify, can_wait=can_wait)
-    layer.memory.num_tokens.fill_(40)
-    for slots, starts, counts, next_slots in (
-        ([3, 1, 5, 2, 6, 4], [40, 41, 0, 43, 44, 40 + BLOCK], [BLOCK, 1, 2, BLOCK, 3, 4], None),
-        ([3, 3, 2], [42, 41, 45], [1, 1, 1], [5, 1, 2]),
-        ([4, 6], [44, 47], [BLOCK, 2], None),
-    ):
-        inputs = layer.rows(sum(counts))
-        wanted, slots_wanted = layer.wanted(inputs, slots, starts, counts, next_slots)
-        torch.testing.assert_close(layer.found(inputs, slots, starts, counts, next_slots), wanted, **CLOSE)
-        for slot, count in zip(next_slots or slots, counts, strict=True):
-            layer.memory.pending[slot, count:] = slots_wanted["pending"][slot, count:] = 0
-        assert_slots(layer.state, slots_wanted)
+class TestCommitAndVerify(DeltaSuite):
+    run = staticmethod(commit_and_verify)
+
+
+class TestWithCountsOnTheHost(TestCommitAndVerify):
+    def layer(self, *shape: GatedDeltaConfig, **sizes: Any) -> Layer:
+        return super().layer(*shape, can_wait=True, **sizes)

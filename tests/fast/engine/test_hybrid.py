@@ -75,24 +75,21 @@ def text(reference: HybridReference) -> Any:
 # Logits
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, None])
-def test_rows_are_the_references_however_the_text_is_cut(pair: Pair, reference: HybridReference, chunk: int | None):
-    tokens = prompt_of(70)
+@pytest.mark.parametrize(
+    ("shape", "chunk"), [({}, 1), ({}, 7), ({}, 64), ({}, None), ({"experts": 8}, 7), ({"experts": 8}, None)], ids=str
+)
+def test_rows_are_the_references_however_the_text_is_cut(tmp_path, shape, chunk):
+    pair = make_hybrid_pair(tmp_path, seed=2, **shape)
+    tokens, reference = prompt_of(70), HybridReference(pair.target)
     feeder = Feeder(make_engine(pair.target, pair.draft, page_size=4, max_model_len=96, max_num_seqs=2))
-    seq = feeder.sequence(tokens)
-    seq.state_slot = 1
-    while seq.num_computed < seq.num_tokens:
-        feeder.feed(prefills=[(seq, chunk or len(tokens))])
+    seq = feeder.feed_whole(tokens, chunk)
     assert_logits_close(feeder.logits(seq), teacher_forced(reference, tokens))
     assert_logits_close(feeder.features(seq), features(reference, tokens, pair.taps))
 
 
 def test_decoding_and_prefilling_in_turn_give_each_sequence_its_own_logits(pair: Pair, reference: HybridReference):
     feeder = Feeder(make_engine(pair.target, pair.draft, page_size=4, max_model_len=96, max_num_seqs=3))
-    seqs = [feeder.sequence(prompt_of(length)) for length in (24, 17, 9)]
-    for slot, seq in enumerate(seqs, start=1):
-        seq.state_slot = slot
-    first, second, third = seqs
+    first, second, third = seqs = [feeder.sequence(prompt_of(length)) for length in (24, 17, 9)]
     feeder.feed(prefills=[(first, 7), (second, 3)])
     feeder.feed(decodes=[second], prefills=[(first, 4), (third, 5)])
     feeder.feed(decodes=[first, second, third])
@@ -102,39 +99,19 @@ def test_decoding_and_prefilling_in_turn_give_each_sequence_its_own_logits(pair:
         assert_logits_close(feeder.logits(seq), wanted)
 
 
-def test_the_text_part_of_a_multimodal_checkpoint_is_the_same_model(tmp_path: Path):
-    alone, part = (
-        make_hybrid_pair(tmp_path / name, multimodal=name == "part", tied=True) for name in ("alone", "part")
-    )
-    request = Request("r", tuple(prompt_of(12)), 16)
-    said = [make_engine(p.target, None, max_model_len=64).core.run([request]) for p in (alone, part)]
-    assert said[0] == said[1] == {"r": greedy(HybridReference(part.target), prompt_of(12), 16)}
-
-
-@pytest.mark.parametrize("chunk", [7, None])
-def test_experts_and_the_shared_one_give_the_references_rows(tmp_path: Path, chunk: int | None):
-    pair = make_hybrid_pair(tmp_path, seed=3, experts=8)
-    tokens, reference = prompt_of(40), HybridReference(pair.target)
-    feeder = Feeder(make_engine(pair.target, pair.draft, page_size=4, max_model_len=96, max_num_seqs=2))
-    seq = feeder.sequence(tokens)
-    seq.state_slot = 1
-    while seq.num_computed < seq.num_tokens:
-        feeder.feed(prefills=[(seq, chunk or len(tokens))])
-    assert_logits_close(feeder.logits(seq), teacher_forced(reference, tokens))
-    assert_logits_close(feeder.features(seq), features(reference, tokens, pair.taps))
-
-
-def test_experts_one_by_one_or_fused_alone_or_in_a_multimodal_checkpoint_are_the_same_model(tmp_path: Path):
-    shapes: dict[str, dict[str, bool]] = {
-        "fused": {},
-        "one by one": {"fused": False},
-        "part": {"multimodal": True},
-        "Next": {"grouped": True},
+@pytest.mark.parametrize("experts", [0, 8])
+def test_every_layout_of_a_checkpoint_is_the_same_model(tmp_path: Path, experts: int):
+    """The text part of a multimodal checkpoint, experts one by one or fused, and the columns of Qwen3-Next."""
+    shapes: dict[str, dict[str, bool]] = {"fused": {}, "part": {"multimodal": True}}
+    if experts:
+        shapes |= {"one by one": {"fused": False}, "Next": {"grouped": True}}
+    pairs = {
+        name: make_hybrid_pair(tmp_path / name, experts=experts, tied=not experts, **shape)
+        for name, shape in shapes.items()
     }
-    pairs = {name: make_hybrid_pair(tmp_path / name, experts=8, **shape) for name, shape in shapes.items()}
     request = Request("r", tuple(prompt_of(12)), 16)
     said = [make_engine(pair.target, pair.draft, max_model_len=64).core.run([request])["r"] for pair in pairs.values()]
-    assert said == [greedy(HybridReference(pairs["fused"].target), prompt_of(12), 16)] * 4
+    assert said == [greedy(HybridReference(pairs["part"].target), prompt_of(12), 16)] * len(pairs)
 
 
 @pytest.mark.parametrize("shape", [{}, {"multimodal": True}, {"experts": 8, "grouped": True}], ids=str)
@@ -174,11 +151,7 @@ def test_in_bfloat16_drafts_hit_and_a_difference_is_within_that_of_other_operato
         found = []
         for prompt in prompts[:2]:
             feeder = Feeder(make_engine(pair.target, None, **sizes))
-            seq = feeder.sequence(prompt.token_ids)
-            seq.state_slot = 1
-            while seq.num_computed < seq.num_tokens:
-                feeder.feed(prefills=[(seq, chunk)])
-            found.append(feeder.logits(seq))
+            found.append(feeder.logits(feeder.feed_whole(prompt.token_ids, chunk)))
         return torch.cat(found)
 
     alone = logits(1)

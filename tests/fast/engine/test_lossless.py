@@ -4,7 +4,7 @@ tests/exhaustive/test_lossless.py goes through every pair of settings, on three 
 Its texts of these prompts are in tests/golden. `python -m tests.proof` runs the most.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ from tests.fast.engine.lossless import (
     cap,
     covering_cases,
     lucky_subject,
+    near_ties_capped,
 )
 from tests.golden.transformers import golden
 
@@ -42,13 +43,7 @@ def lucky(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return lucky_subject(tmp_path_factory.mktemp("lucky"))
 
 
-@pytest.fixture(scope="module")
-def near_ties() -> Iterator[list[Comparison]]:
-    """Near ties are capped over all cases, once the last has run."""
-    comparisons: list[Comparison] = []
-    yield comparisons
-    total = sum(comparisons, Comparison(0))
-    assert len(total.differences) <= cap(total.tokens), f"{len(total.differences)} near ties in {total.tokens} tokens"
+near_ties = pytest.fixture(scope="module")(near_ties_capped)
 
 
 @pytest.mark.parametrize("case", PLAIN_CASES, ids=str)

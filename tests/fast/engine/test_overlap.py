@@ -15,14 +15,14 @@ from app.engine.schedule.batch import Batch
 from app.engine.sequence import NOT_FINITE
 from app.messages import Request, SamplingParams, TokenDelta
 from tests.costs import fast_ones
-from tests.fast.engine import planted_faults
 from tests.fast.engine.device_lengths import device_lengths
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.launch_log import Log
 from tests.fast.engine.lossless import LUCKY
 from tests.fast.engine.no_reads import NoReads
 from tests.fast.engine.pairs import Pair, make_pair
-from tests.fast.engine.planted_faults import BAD_TOKEN, NAN, PHASES, Planted, Run, names, undisturbed
+from tests.fast.engine.planted_faults import BAD_TOKEN, NAN, PHASES, Planted, Run, names, overlapping, undisturbed
+from tests.fast.engine.planted_faults import engine_of as eager
 from tests.fast.engine.steady import steady_costs
 from tests.fast.engine.watched_pages import watch
 from tests.fast.schedule.scheduler_harness import check_pages
@@ -40,17 +40,6 @@ def lucky(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return make_pair(tmp_path_factory.mktemp("pair"), seed=1, block_size=BLOCK)
-
-
-def eager(pair: Pair, **settings: Any) -> Engine:
-    return planted_faults.engine_of(pair, **settings)
-
-
-def overlapping(pair: Pair, **settings: Any) -> Engine:
-    with device_lengths():
-        engine = eager(pair, **{"enforce_eager": False, "max_graphs": 4} | settings)
-    assert engine.core.overlap
-    return engine
 
 
 def requests(count: int, vocab_size: int = 5, **asked: Any) -> list[Request]:
@@ -128,37 +117,6 @@ def test_who_draws_his_tokens_or_counts_them_is_waited_for(lucky: Pair, speculat
 
 
 # Ends, which are known a step late
-
-
-@pytest.mark.exhaustive
-def test_a_stop_token_wherever_it_lies_leaks_nothing(lucky: Pair):
-    asked = requests(6)
-    texts = undisturbed(eager(lucky), asked)
-    engine = overlapping(lucky)
-    log = Log(engine.core)
-    inside = 0
-    for stop in range(lucky.vocab_size):
-        stopped = [Request(r.request_id, r.token_ids, 24, stop_token_ids=frozenset([stop])) for r in asked]
-        run = Run(engine, stopped).to_the_end()
-        for name, text in texts.items():
-            cut = text[: text.index(stop) + 1] if stop in text else text
-            assert run.texts[name] == cut
-            assert run.ends[name].finish_reason == ("stop" if stop in text else "length")
-            inside += stop in text and len(run.ends[name].token_ids) <= run.ends[name].num_accepted
-    assert inside >= 2 and len(log.overlapped) > 20
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("speculate", [True, False])
-def test_max_tokens_are_never_passed(lucky: Pair, speculate: bool):
-    (longest,) = requests(1, max_tokens=21)
-    (text,) = undisturbed(eager(lucky), [longest]).values()
-    engine = overlapping(lucky)
-    for most in range(1, 21):
-        asked = [Request(f"{i}", longest.token_ids, most, speculate=speculate) for i in range(2)]
-        run = Run(engine, asked).to_the_end()
-        assert list(run.texts.values()) == [text[:most]] * 2
-        assert all(delta.finish_reason == "length" for delta in run.ends.values())
 
 
 def test_who_is_sure_to_end_is_not_launched_again(lucky: Pair):
@@ -286,36 +244,6 @@ def test_where_pages_are_short_it_waits_and_no_sequence_ispreempted_behind_a_ste
 
 
 # Faults
-
-
-@pytest.mark.exhaustive
-def test_a_sequence_whose_logits_are_nan_ends_and_never_spreads(pair: Pair):
-    asked = requests(12, pair.vocab_size)
-    settings = {"kv_pages": 48 + 9}
-    expected = undisturbed(eager(pair, **settings), asked)
-    engine = overlapping(pair, **settings)
-    log = Log(engine.core)
-    run = Run(engine, asked).until(6)
-    assert run.core._ahead is not None
-    run.poison(run.sequence("r1").pages[:1].tolist())
-    run.to_the_end()
-    assert list(run.errors()) == ["r1"] and "not finite" in run.errors()["r1"] and log.overlapped
-    said = run.texts.pop("r1")
-    assert 6 <= len(said) < 24 and said == expected.pop("r1")[: len(said)]
-    assert run.texts == expected, "eight later ones have had its pages"
-
-
-def test_who_shares_pages_with_nan_is_computed_anew(pair: Pair):
-    first, second = (Request(name, (*range(20), last), 16) for name, last in (("first", 30), ("second", 31)))
-    plain = undisturbed(eager(pair), [second])
-    run = Run(overlapping(pair, prefix_caching=True), [first]).until(3, "first")
-    run.texts["second"] = []
-    run.core.add(second)
-    run.until(4, "second")
-    assert run.core._ahead is not None and run.scheduler.prefix_cache_hits == 20
-    run.poison(run.sequence("first").pages[:5].tolist())
-    run.to_the_end()
-    assert list(run.errors()) == ["first"] and run.texts["second"] == plain["second"]
 
 
 @pytest.mark.exhaustive

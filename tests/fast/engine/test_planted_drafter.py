@@ -129,19 +129,6 @@ def test_sequences_of_one_batch_are_accepted_each_for_itself(engine_of, text):
         assert counts(run, request.request_id) == counts_without_preemption(30, cut, 5)
 
 
-@pytest.mark.parametrize("page_size", PAGES)
-def test_luck_that_changes_from_step_to_step_changes_no_token(engine_of, text, page_size):
-    engine = engine_of(block_size=8, page_size=page_size)
-    asked = Asked(text)
-    for prompt_len in (1, 4, 15, 23):
-        asked.add(prompt_len, LONGEST_ANSWER)
-    run = PlannedRun(engine, asked.texts, lambda request_id, n: Random(f"{request_id} {n}").randrange(8))
-    emitted = run.run(asked.requests)
-    for request in asked.requests:
-        start = len(request.token_ids)
-        assert emitted[request.request_id] == asked.texts[request.request_id][start : start + LONGEST_ANSWER]
-
-
 def test_the_drafts_context_is_made_of_the_accepted_tokens_features(engine_of, text, target, pair):
     """Behind a refused draft a row's features are of a token that never was; they must be overwritten."""
     engine = engine_of(block_size=5, max_num_seqs=2)

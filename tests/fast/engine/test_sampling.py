@@ -39,7 +39,6 @@ from tests.fast.engine.reference import (
     filtered,
     load_target,
     sampled,
-    token_hashes,
 )
 
 torch.set_num_threads(1)
@@ -260,17 +259,6 @@ def test_noise_is_finite_rises_and_is_the_logarithm_it_should_be_for_all_of_its_
     assert float(noise.min()) > -2.9 and float(noise.max()) < 16.7
     # The mean of all values is that of the distribution, but for what the coarse upper end leaves out.
     assert float(noise.double().mean()) == pytest.approx(0.5772157, abs=1e-5)
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 1])
-def test_the_bits_of_noise_are_the_lowest_23_of_the_hash(backend, seed: int):
-    sampler = Sampler(50, backend)
-    for index in (0, 1, 4095, 2**20):
-        state = torch.from_numpy(noise_states(seed, index, 1))
-        expected = [h & 0x7FFFFF for h in token_hashes(seed, index, 50)]
-        assert sampler.noise_bits(state)[0].tolist() == expected
-        tokens = torch.tensor([[49, 0, 7]])
-        assert sampler.noise_bits(state, tokens)[0].tolist() == [expected[token] for token in (49, 0, 7)]
 
 
 # Whole rows: from requests and drafts to choices

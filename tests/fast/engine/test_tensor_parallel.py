@@ -67,6 +67,7 @@ from tests.fast.engine import lossless, thread_ranks
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.live_bytes import LiveBytes
 from tests.fast.engine.lossless import LUCKY, Case, Subject, assert_lossless, random_prompts
+from tests.fast.engine.nan_in_one import check_that_nan_ends_one_alone
 from tests.fast.engine.pairs import FAMILIES, GPT_OSS, Pair, make_pair
 from tests.fast.engine.thread_ranks import ThreadComm, ThreadRanks, on_ranks
 
@@ -498,26 +499,10 @@ def test_a_sequence_that_is_nan_on_one_rank_ends_alone_and_leaves_no_page_dirty_
     ranks = ThreadRanks(
         EngineConfig(lucky.target, lucky.draft, device="cpu", tensor_parallel_size=2, **UNTIMED | sizes)
     )
-    core, sampling = ranks.engine.core, SamplingParams(temperature, seed=3)
-    good, late = (Request(name, tuple(range(3)) * 3, 12, sampling) for name in ("good", "late"))
-    bad = Request("bad", (1, 2, 3), 12, SamplingParams(temperature, seed=4))
-    said = core.run([good])["good"]
-    for request in (good, bad):
-        core.add(request)
-    core.step()
-    (seq,) = (seq for seq in core.scheduler.running if seq.request is bad)
-    core.runner.pools[0].layers[0].k[seq.pages.tolist()] = math.nan
-    core.add(late)
-    tokens: dict[str, list[int]] = {"good": said[:1], "late": [], "bad": []}
-    ended = {}
-    while core.has_work:
-        for delta in core.step().deltas:
-            tokens[delta.request_id] += delta.token_ids
-            ended[delta.request_id] = delta.finish_reason
+    core = ranks.engine.core
+    late = check_that_nan_ends_one_alone(core, temperature)
     again = core.run([replace(late, request_id=str(i), token_ids=(i, *late.token_ids)) for i in range(3)])
     ranks.close()
-    assert ended == {"good": "length", "bad": "error", "late": "length"}
-    assert tokens["good"] == tokens["late"] == said
     assert all(map(NOT_FINITE.__ne__, itertools.chain(*again.values())))
     assert any(isinstance(decode(message).argument, list) for message in ranks.messages)
     ranks.check_alike()

@@ -1,0 +1,38 @@
+"""Engines on device "npu:0" and on the CPU, of tiny pairs, and requests to them."""
+
+from typing import Any
+
+import app.engine.load.engine as build
+from app.config.engine import EngineConfig
+from app.engine.core import EngineCore
+from app.messages import Request
+from tests import UNTIMED
+from tests.fast.engine.flat_request import flat_request
+from tests.fast.engine.pairs import Pair
+
+SIZES: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "kv_cache_memory": 8 << 20}
+SMALL: dict[str, Any] = {"head_dim": 64, "num_layers": 3, "draft_layers": 1, "taps": (0, 1)}
+"""A pair's shape that the operators take."""
+LUCKY: dict[str, Any] = {"vocab_size": 5, "head_dim": 64, "tied": True, "own_head": True}
+"""Five tokens, so that drafts are accepted now and then."""
+HOST_PROCESSOR = {"aclnnSearchSorted", "aclnnCumprod", "aclnnRightShift", "aclnnLeftShift", "aclnnSort", "aclnnNonzero"}
+"""Launched on the card's host processor, not on its cores (N32)."""
+
+
+def engine(pair: Pair, device: str = "npu:0", dtype: str = "bfloat16", **config: Any) -> EngineCore:
+    wishes = {"target": pair.target, "draft": pair.draft, "device": device, "dtype": dtype} | SIZES
+    return build.build_engine(EngineConfig(**UNTIMED | wishes | config)).core
+
+
+def requests(max_tokens: int = 12, vocab_size: int = 97, **asked: Any) -> list[Request]:
+    """Prompts of one and of several chunks. The third is drawn unless `asked` says how all are sampled."""
+    prompts = [range(1, 12), range(30, 75), (5, 6, 5, 6, 5, 6), range(1, 90)]
+    return [
+        flat_request(
+            f"r{i}",
+            tuple(token % vocab_size for token in prompt),
+            max_tokens,
+            **{"seed": i, "temperature": 0.7 * (i == 2)} | asked,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
