@@ -14,7 +14,7 @@ import torch
 from app.engine.device.base import Backend, Graph
 from app.engine.device.factory import make_backend
 from app.engine.load.engine import Engine
-from app.engine.load.time_steps import made_up
+from app.engine.load.made_up_steps import made_up
 from app.engine.schedule.costs import Shape
 from app.engine.step.graphs import StepGraphs
 from app.engine.step.inputs import StepInputs

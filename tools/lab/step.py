@@ -24,9 +24,9 @@ from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import find_folder, read_config
 from app.engine.device.factory import make_backend
 from app.engine.errors import UnsupportedError
-from app.engine.load.engine import CPU_KV_BYTES, Engine, build_engine
+from app.engine.load.engine import Engine, build_engine
 from app.engine.load.loader import SafetensorsWeights
-from app.engine.load.sizes import bytes_per_token
+from app.engine.load.memory import CPU_KV_BYTES, bytes_per_token
 from tools.bench.command import out_folder, progress
 from tools.bench.flags import add_out_flag, count, counts
 from tools.bench.paired import Ratio, ratio

@@ -34,7 +34,7 @@ def find_models(model: str, draft_model: str | None, *, speculation: bool) -> tu
 
 
 def read_checkpoints(config: EngineConfig) -> Checkpoints:
-    """Return the shapes of both models. Raises UnsupportedError for a config.json that would be run wrongly."""
+    """Return the shapes of both models. Raises UnsupportedError for what would be run wrongly, --max-model-len too."""
     raw = read_config(config.target)
     if is_draft(raw):
         raise UnsupportedError(f"{config.target} is a DFlash draft: give it as --draft-model, and its target as MODEL")
@@ -44,21 +44,19 @@ def read_checkpoints(config: EngineConfig) -> Checkpoints:
             raise UnsupportedError(f"{config.draft}: mask_embedding.pt, an embedding of the mask, is not supported yet")
         find_token = partial(token_id, folders=(config.draft, config.target))
         draft = draft_config(read_config(config.draft), target, config.block_size, find_token)
-    return Checkpoints(target, raw["model_type"], draft)
-
-
-def check_checkpoints(config: EngineConfig) -> None:
-    """Raise UnsupportedError for files that the engine cannot load, before anything is loaded.
-
-    Checked are the configs, the headers of all weights, the tokenizer and --max-model-len.
-    """
-    models = read_checkpoints(config)
-    target, limit = models.target, models.target.max_position_embeddings
+    limit = target.max_position_embeddings
     if config.max_model_len and not 2 <= config.max_model_len <= limit:
         raise UnsupportedError(
             f"--max-model-len {config.max_model_len} is outside 2..{limit}: max_position_embeddings in "
             f"{config.target / 'config.json'} allows {limit}; a longer context needs rope_scaling of type yarn there"
         )
+    return Checkpoints(target, raw["model_type"], draft)
+
+
+def check_checkpoints(config: EngineConfig) -> None:
+    """Raise UnsupportedError for configs, headers of weights or a tokenizer that the engine cannot load."""
+    models = read_checkpoints(config)
+    target = models.target
     if not any((config.target / name).is_file() for name in TOKENIZER_FILES):
         looked = f"no tokenizer; looked for {', '.join(TOKENIZER_FILES)}"
         raise UnsupportedError(f"{config.target}: {looked}; copy the tokenizer files of the model next to its weights")

@@ -1,18 +1,17 @@
-"""From an EngineConfig to a warm EngineCore: backend, weights, sizes, KV memory, checks."""
+"""From an EngineConfig to a warm EngineCore: plan, weights, memory, checks."""
 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from app.config.engine import EngineConfig
 from app.engine.checkpoint.draft import refuse_foreign_tensors
+from app.engine.checkpoint.read import read_checkpoints
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.comm.comm import ALONE, Comm
 from app.engine.compile.backend import TracedBackend
@@ -25,14 +24,11 @@ from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.dflash.model import DFlashModel
 from app.engine.errors import UnsupportedError
 from app.engine.load.loader import OpenWeights, SafetensorsWeights, target_class
-from app.engine.load.plan import kind_of, make_plan, name_of
-from app.engine.load.ranks import Join, alone
+from app.engine.load.made_up_steps import measure_costs, step_memory
+from app.engine.load.memory import bytes_per_token, check_weights, kv_bytes, make_state_slots, make_states, settle_pages
+from app.engine.load.plan import Plan, Sizes, kind_of, make_plan, name_of
 from app.engine.load.refusals import Facts, check
 from app.engine.load.self_test import check_attention
-from app.engine.load.sizes import Sizes, bytes_per_token, settle_pages
-from app.engine.load.states import make_state_slots, make_states
-from app.engine.load.step_memory import step_memory
-from app.engine.load.time_steps import measure_costs
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.rope import RotaryTable
 from app.engine.models.state_pool import StatePool
@@ -45,10 +41,9 @@ from app.engine.schedule.page_pool import CacheEvents, PagePool
 from app.engine.schedule.policy import Policy
 from app.engine.schedule.scheduler import Scheduler
 from app.engine.step.forward import Forward
-from app.engine.step.graph_sizes import GraphSizes
 from app.engine.step.graphs import StepGraphs
 from app.engine.step.inputs import Layout
-from app.engine.step.runner import ModelRunner
+from app.engine.step.runner import ModelRunner, Tell
 from app.messages import Request
 
 logger = logging.getLogger(__name__)
@@ -57,13 +52,24 @@ Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total): stage "target" and "draft" in bytes, "graphs" in graphs, "compile" in
 functions, "warm-up" in steps, "timing steps" in seconds."""
 
-CPU_KV_BYTES = 4 << 30
-"""KV memory on a CPU if none is given. At most half of free memory is taken, because steps and others need the rest."""
+
+class Rank(NamedTuple):
+    """One of the processes that share a model. Rank 0 of several has `tell`, which sends its calls to the others."""
+
+    comm: Comm = ALONE
+    tell: Tell | None = None
+
+
+Join = Callable[[Backend], Rank]
+"""Function that returns this process's rank on its device, once the others have come."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A loaded engine and its settled sizes. `draft` is None without a draft, `states` for one that is no hybrid."""
+    """A loaded engine and its settled sizes. `draft` is None without a draft, `states` for one that is no hybrid.
+
+    Forwards are to be compiled if it `compiles`. `tuned` are launches that the device has chosen, if any.
+    """
 
     core: EngineCore
     sizes: Sizes
@@ -73,9 +79,7 @@ class Engine:
     draft: DFlashConfig | None
     states: StatePool | None
     compiles: bool
-    """True if forwards are to be compiled."""
     tuned: dict[str, str]
-    """Ways in which the device's operators are launched, if it has chosen some."""
 
     @property
     def can_be_compiled(self) -> bool:
@@ -88,18 +92,12 @@ class Engine:
         return "compiled" if self.core.runner.forward.compiled else "by operators"
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A runner over its KV memory, which no step has used yet."""
+class Loaded(NamedTuple):
+    """A runner over its KV memory, which no step has used yet, and its settled plan."""
 
     runner: ModelRunner
-    sizes: Sizes
-    num_pages: int
-    dtype: torch.dtype
-    target: DecoderConfig
-    draft: DFlashConfig | None
+    plan: Plan
     states: StatePool | None
-    compiles: bool
     tuned: dict[str, str]
 
 
@@ -107,7 +105,7 @@ def build_engine(
     config: EngineConfig,
     on_progress: Progress = lambda *_: None,
     open_weights: OpenWeights = SafetensorsWeights,
-    join: Join = alone,
+    join: Join = lambda backend: Rank(),
 ) -> Engine:
     """Load and warm up an engine. `open_weights` may get weights from elsewhere than the folders' files.
 
@@ -115,12 +113,12 @@ def build_engine(
     wrongly or does not fit, before weights are read if possible.
     """
     with _explained(config, rank=0) as backend:
-        loaded = _load_runner(config, backend, on_progress, open_weights, join)
-        if loaded.draft:
-            for warning in loaded.draft.warnings:
+        loaded = _load(config, backend, on_progress, open_weights, join)
+        if draft := loaded.plan.draft:
+            for warning in draft.warnings:
                 logger.warning("draft: %s", warning)
-            logger.info("draft: %s", ", ".join(f"{name} {value}" for name, value in loaded.draft.report().items()))
-        return _warm(config, loaded, on_progress)
+            logger.info("draft: %s", ", ".join(f"{name} {value}" for name, value in draft.report().items()))
+        return _warm(loaded, on_progress)
 
 
 def build_runner(
@@ -128,7 +126,7 @@ def build_runner(
 ) -> ModelRunner:
     """Load the runner of a `rank` that is not 0. Raises UnsupportedError like rank 0."""
     with _explained(config, rank) as backend:
-        return _load_runner(config, backend, lambda *_: None, open_weights, join).runner
+        return _load(config, backend, lambda *_: None, open_weights, join).runner
 
 
 @contextmanager
@@ -143,82 +141,133 @@ def _explained(config: EngineConfig, rank: int) -> Iterator[Backend]:
         raise
 
 
-def _load_runner(
+def _load(
     config: EngineConfig, backend: Backend, on_progress: Progress, open_weights: OpenWeights, join: Join
 ) -> Loaded:
-    plan = make_plan(config, backend)
-    rank = join(backend)
-    comm = rank.comm
+    plan = make_plan(config, read_checkpoints(config), backend)
+    comm, tell = join(backend)
     assert comm.size == config.tensor_parallel_size
-    plan = plan.shard(comm.size, whole_draft=config.draft_tensor_parallel_size == 1)
-    shape, draft_shape, dtype, sizes = plan.target, plan.draft, plan.dtype, plan.sizes
-    graph_sizes, decoders, max_rows = plan.graph_sizes, plan.decoders, plan.max_rows
-    if draft_shape and dtype == torch.float16:
-        logger.warning("draft: features overflow in float16, so few drafts are right; --dtype bfloat16 avoids that")
-    for decoder in decoders:
-        backend.check(decoder.head_dim, sizes.block_size, sizes.page_size, dtype)
-        check_attention(backend, decoder, sizes.page_size, sizes.block_size, dtype)
-    if shape.moe:
-        backend.check_experts(shape.moe, shape.hidden_size)
-
-    def opened(folder: Path, stage: str) -> Weights:
-        return open_weights(folder, backend.device, dtype, partial(on_progress, stage))
-
-    target, draft = _load(config, target_class(plan.model_type), shape, draft_shape, backend, opened, comm)
-    tuned = {}
-    if config.tune == "auto" and comm.size == 1:  # ranks must launch alike, and their clocks would not agree
-        heads = [Heads(decoder.num_heads, decoder.num_kv_heads, decoder.head_dim) for decoder in decoders]
-        tuned = backend.tune(heads, matrices(target), sizes.max_num_seqs, sizes.page_size)
-    vocab = shape.vocab_size
-    sampler = Sampler(vocab, backend) if comm.size == 1 else ShardedSampler(vocab, backend, comm)
-    counts = TokenCounts(sizes.max_num_seqs, shape.vocab_size, backend)
-    first_draft_row = draft_shape.first_draft_row if draft_shape else 1
-    hybrid = shape.gated_delta is not None
-    apart = backend.separate_prefill or hybrid  # a recurrent layer reads decoding rows and chunks as groups
-    layout = Layout(sizes.page_size, apart, first_draft_row, hybrid, host_positions=backend.lengths_on_host)
-    states = make_states(config, shape, sizes, dtype, backend, comm)
-
-    def forward_over(num_pages: int) -> tuple[Forward, list[KvPool]]:
-        length = max(sizes.padded_len, max_rows)
-        tables = {(d.rope, d.head_dim): RotaryTable(d.rope, d.head_dim, length, dtype, backend) for d in decoders}
-        rotaries = [tables[d.rope, d.head_dim] for d in decoders]  # one lookup serves a target and its draft's context
-        memory = sizes.page_size, dtype, backend
-        pools = [KvPool(d, num_pages, *memory, states if d is shape else None) for d in decoders]
-        drafter = DFlashDrafter(draft, pools[1], rotaries[1], sampler, backend) if draft else None
-        shared = sampler, backend, sizes.page_size, max_rows
-        return Forward(target, pools[0], rotaries[0], *shared, drafter), pools
-
-    def runner_of_all(num_pages: int) -> ModelRunner:
-        """Return a runner for a step that every rank makes by itself."""
-        forward, pools = forward_over(num_pages)
-        return ModelRunner(forward, backend, counts, layout, pools)
-
-    sharing = comm.size if backend.memory_is_host else 1
-    state_bytes = sharing * states.nbytes if states else 0
-    kv_bytes = _kv_bytes(config, sizes, backend, runner_of_all, state_bytes, graphs=graph_sizes is not None)
-    kv_bytes = comm.minimum(kv_bytes)
-    token_bytes = sharing * sum(bytes_per_token(decoder, dtype) for decoder in decoders)
-    sizes, num_pages = settle_pages(config, sizes, kv_bytes, token_bytes)
-    if draft_shape and (limit := draft_shape.decoder.max_position_embeddings) < sizes.max_model_len:
-        logger.warning(
-            "draft: its config.json allows %d positions, and --max-model-len is %d: few drafts beyond are right",
-            limit,
-            sizes.max_model_len,
-        )
-    forward, pools = forward_over(num_pages)
-    graphs = None
-    if graph_sizes:
-        graphs = _capture(forward, layout, graph_sizes, sizes, comm, partial(on_progress, "graphs"))
-    runner = ModelRunner(forward, backend, counts, layout, pools, graphs, rank.tell)
-    if plan.compiles and not graphs:
+    plan = plan.shard(comm.size)
+    _check_device(plan, backend)
+    target, draft = _read_weights(plan, backend, comm, open_weights, on_progress)
+    tuned = _tuned(plan, backend, target) if config.tune == "auto" and comm.size == 1 else {}  # ranks launch alike
+    parts = _Parts(plan, backend, comm, target, draft, make_states(plan, backend, comm))
+    step = 0 if backend.memory_is_host else step_memory(parts.runner, backend, plan.sizes)
+    kv = comm.minimum(kv_bytes(plan, backend, parts.states, step * (2 if plan.graph_sizes else 1)))
+    token_bytes = plan.sharing * sum(bytes_per_token(decoder, plan.dtype) for decoder in plan.decoders)
+    sizes, num_pages = settle_pages(config, plan.sizes, kv, token_bytes)
+    parts.plan = plan = replace(plan, sizes=sizes, num_pages=num_pages)
+    if plan.draft and (limit := plan.draft.decoder.max_position_embeddings) < sizes.max_model_len:
+        text = "draft: its config.json allows %d positions, and --max-model-len is %d: few drafts beyond are right"
+        logger.warning(text, limit, sizes.max_model_len)
+    runner = parts.runner(num_pages, tell, partial(on_progress, "graphs"))
+    if plan.compiles and not runner.graphs:
         if config.compile == "auto":
-            compiled = load_kept(forward)
+            compiled = load_kept(runner.forward)
         else:
             traced = partial(_traced, config, open_weights)
-            compiled = load_or_compile(forward, traced, partial(on_progress, "compile"))
+            compiled = load_or_compile(runner.forward, traced, partial(on_progress, "compile"))
         if compiled:
             take_up(runner, compiled)
-    return Loaded(runner, sizes, num_pages, dtype, shape, draft_shape, states, plan.compiles, tuned)
+    return Loaded(runner, plan, parts.states, tuned)
+
+
+def _check_device(plan: Plan, backend: Backend) -> None:
+    """Raise UnsupportedError if an operator of the device cannot do what the models need, or does it wrongly."""
+    if plan.draft and plan.dtype == torch.float16:
+        logger.warning("draft: features overflow in float16, so few drafts are right; --dtype bfloat16 avoids that")
+    for decoder in plan.decoders:
+        backend.check(decoder.head_dim, plan.sizes.block_size, plan.sizes.page_size, plan.dtype)
+        check_attention(backend, decoder, plan.sizes.page_size, plan.sizes.block_size, plan.dtype)
+    if plan.target.moe:
+        backend.check_experts(plan.target.moe, plan.target.hidden_size)
+
+
+def _read_weights(
+    plan: Plan, backend: Backend, comm: Comm, open_weights: OpenWeights, on_progress: Progress
+) -> tuple[Target, DFlashModel | None]:
+    """Read both models. The draft's files are opened, and refused if need be, before the target's are read."""
+    config, shape = plan.config, plan.draft
+    stored = open_weights(config.target, backend.device, plan.dtype, partial(on_progress, "target"))
+    of_draft = None
+    if config.draft and shape:
+        of_draft = open_weights(config.draft, backend.device, plan.dtype, partial(on_progress, "draft"))
+        refuse_foreign_tensors(of_draft.names, biases=shape.decoder.qkv_bias)
+    check_weights(plan, stored, of_draft, backend, comm)
+    backend.retain_allocator_memory()
+    family, target_layer_ids = target_class(plan.model_type), shape.target_layer_ids if shape else ()
+    target = family(plan.target, stored, backend, target_layer_ids, comm)
+    stored.close()
+    if shape is None or of_draft is None:
+        return target, None
+    shared = target.embedding, target.lm_head, comm, ALONE if plan.whole_draft else comm
+    draft = DFlashModel(shape, of_draft, backend, *shared)
+    of_draft.close()
+    return target, draft
+
+
+def _tuned(plan: Plan, backend: Backend, target: Target) -> dict[str, str]:
+    """Return `Backend.tune` for the heads of all decoders and the target's 16-bit matrices, by name."""
+    matrices: dict[str, list[torch.Tensor]] = {}
+    for layer in target.layers:
+        for name, weight in layer.named_parameters():
+            if weight.dim() == 2 and weight.dtype.itemsize == 2:
+                matrices.setdefault(name.rpartition(".")[2], []).append(weight)
+    alike = {name: same for name, same in matrices.items() if len({weight.shape for weight in same}) == 1}
+    heads = [Heads(decoder.num_heads, decoder.num_kv_heads, decoder.head_dim) for decoder in plan.decoders]
+    return backend.tune(heads, alike, plan.sizes.max_num_seqs, plan.sizes.page_size)
+
+
+class _Parts:
+    """The models of a rank and what its steps share: all of a runner but KV memory."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        backend: Backend,
+        comm: Comm,
+        target: Target,
+        draft: DFlashModel | None,
+        states: StatePool | None,
+    ) -> None:
+        self.plan, self.backend, self.comm = plan, backend, comm
+        self.target, self.draft, self.states = target, draft, states
+        vocab = plan.target.vocab_size
+        self.sampler = Sampler(vocab, backend) if comm.size == 1 else ShardedSampler(vocab, backend, comm)
+        self.counts = TokenCounts(plan.sizes.max_num_seqs, vocab, backend)
+        # A recurrent layer reads decoding rows and chunks as groups.
+        apart, first = backend.separate_prefill or states is not None, plan.draft.first_draft_row if plan.draft else 1
+        host_positions = backend.lengths_on_host
+        self.layout = Layout(plan.sizes.page_size, apart, first, states is not None, host_positions=host_positions)
+
+    def runner(
+        self, num_pages: int, tell: Tell | None = None, on_graph: Callable[[int, int], None] | None = None
+    ) -> ModelRunner:
+        """Return a runner over new KV memory. With `on_graph` it captures graphs if planned."""
+        plan, backend, page_size = self.plan, self.backend, self.plan.sizes.page_size
+        length, of_all = max(plan.sizes.padded_len, plan.max_rows), (plan.dtype, backend)
+        tables = {(d.rope, d.head_dim): RotaryTable(d.rope, d.head_dim, length, *of_all) for d in plan.decoders}
+        rotaries = [tables[d.rope, d.head_dim] for d in plan.decoders]  # one lookup for target and context KV
+        pools = [KvPool(plan.target, num_pages, page_size, *of_all, self.states)]
+        drafter = None
+        if plan.draft and self.draft:
+            pools.append(KvPool(plan.draft.decoder, num_pages, page_size, *of_all))
+            drafter = DFlashDrafter(self.draft, pools[1], rotaries[1], self.sampler, backend)
+        shared = self.sampler, backend, page_size, plan.max_rows
+        forward = Forward(self.target, pools[0], rotaries[0], *shared, drafter)
+        graphs = self._captured(forward, on_graph) if on_graph and plan.graph_sizes else None
+        return ModelRunner(forward, backend, self.counts, self.layout, pools, graphs, tell)
+
+    def _captured(self, forward: Forward, on_graph: Callable[[int, int], None]) -> StepGraphs:
+        plan, pages = self.plan, max(self.plan.sizes.pages_per_sequence, self.plan.sizes.scratch_pages)
+        assert plan.graph_sizes
+        try:
+            return StepGraphs(forward, self.layout, plan.graph_sizes, pages=pages, on_graph=on_graph, comm=self.comm)
+        except torch.OutOfMemoryError as error:
+            raise UnsupportedError(
+                "graphs do not fit beside weights and KV: give a smaller --kv-cache-memory or --memory-utilization, "
+                f"fewer --max-graphs, or --enforce-eager ({error})"
+            ) from None
 
 
 def compile_packages(config: EngineConfig) -> None:
@@ -229,167 +278,44 @@ def compile_packages(config: EngineConfig) -> None:
 
 def _traced(config: EngineConfig, open_weights: OpenWeights) -> Forward:
     """Return a forward over shapes of weights, which torch.export can trace."""
-    backend = TracedBackend(torch.device("cpu"))
 
     def shapes(*arguments: Any) -> Weights:
         return Shapes(open_weights(*arguments))
 
-    return _load_runner(traced_config(config), backend, lambda *_: None, shapes, alone).runner.forward
+    backend = TracedBackend(torch.device("cpu"))
+    return _load(traced_config(config), backend, lambda *_: None, shapes, lambda _: Rank()).runner.forward
 
 
-def _warm(config: EngineConfig, loaded: Loaded, on_progress: Progress) -> Engine:
+def _warm(loaded: Loaded, on_progress: Progress) -> Engine:
     """Run a request, time steps if their costs decide, and return the engine."""
-    runner, sizes, num_pages, states = loaded.runner, loaded.sizes, loaded.num_pages, loaded.states
-    block_size = sizes.block_size
+    runner, plan, states, tuned = loaded
+    config, sizes, backend = plan.config, plan.sizes, runner.backend
+    # A step may be launched before the last one is read if all of it comes from graphs, with lengths from the device.
+    graphs = runner.graphs if not backend.lengths_on_host else None
+    overlap = graphs is not None and (graphs.has_draft or runner.forward.drafter is None)
 
     def core(policy: Policy) -> EngineCore:
         scheduler = Scheduler(
-            PagePool(num_pages, sizes.page_size, sizes.scratch_pages),
+            PagePool(plan.num_pages, sizes.page_size, sizes.scratch_pages),
             max_num_seqs=sizes.max_num_seqs,
             max_num_batched_tokens=sizes.max_num_batched_tokens,
             max_model_len=sizes.max_model_len,
-            block_size=block_size,
+            block_size=sizes.block_size,
             prefix_caching=config.prefix_caching and (states is None or states.num_checkpoints > 0),
             policy=policy,
             states=make_state_slots(states, sizes) if states else None,
         )
-        return EngineCore(scheduler, runner, overlap=_overlaps(runner))
+        return EngineCore(scheduler, runner, overlap=overlap)
 
-    _warm_up(core(Policy(block_size)), sizes, on_progress)
+    _warm_up(core(Policy(sizes.block_size)), sizes, on_progress)
     costs = None
-    if config.verify == "auto" and block_size > 1:
-        costs = measure_costs(
-            runner,
-            sizes,
-            num_pages,
-            partial(on_progress, "timing steps"),
-            overlap=_overlaps(runner),
-        )
-    policy = Policy(block_size, costs, config.verify if isinstance(config.verify, int) else None)
-    serving = core(policy)
+    if config.verify == "auto" and sizes.block_size > 1:
+        costs = measure_costs(runner, sizes, plan.num_pages, partial(on_progress, "timing steps"), overlap=overlap)
+    serving = core(Policy(sizes.block_size, costs, config.verify if isinstance(config.verify, int) else None))
     if config.cache_events:
         serving.scheduler.pool.events = CacheEvents()
-    device = str(runner.backend.device)
-    shapes = loaded.target, loaded.draft, states
-    return Engine(serving, sizes, device, name_of(loaded.dtype), *shapes, loaded.compiles, loaded.tuned)
-
-
-def matrices(target: Target) -> dict[str, list[Tensor]]:
-    """Return the 16-bit matrices of all layers, by name, which products read."""
-    named: dict[str, list[Tensor]] = {}
-    for layer in target.layers:
-        for name, weight in layer.named_parameters():
-            if weight.dim() == 2 and weight.dtype.itemsize == 2:
-                named.setdefault(name.rpartition(".")[2], []).append(weight)
-    return {name: same for name, same in named.items() if len({weight.shape for weight in same}) == 1}
-
-
-def _load(
-    config: EngineConfig,
-    family: type[Target],
-    shape: DecoderConfig,
-    draft_shape: DFlashConfig | None,
-    backend: Backend,
-    opened: Callable[[Path, str], Weights],
-    comm: Comm,
-) -> tuple[Target, DFlashModel | None]:
-    """Load the weights of both models. The draft's files are opened, and refused if need be, before the target's."""
-    target_weights = opened(config.target, "target")
-    draft_weights = opened(config.draft, "draft") if config.draft else None
-    biases = draft_shape is not None and draft_shape.decoder.qkv_bias
-    if draft_weights:
-        refuse_foreign_tensors(draft_weights.names, biases=biases)
-    _check_memory(config, backend, target_weights, draft_weights, comm)
-    backend.retain_allocator_memory()
-    target_layer_ids = draft_shape.target_layer_ids if draft_shape else ()
-    target = family(shape, target_weights, backend, target_layer_ids, comm)
-    target_weights.close()
-    if draft_shape is None or draft_weights is None:
-        return target, None
-    layers_comm = ALONE if config.draft_tensor_parallel_size == 1 else comm
-    shared = target.embedding, target.lm_head, comm, layers_comm
-    draft = DFlashModel(draft_shape, draft_weights, backend, *shared)
-    draft_weights.close()
-    return target, draft
-
-
-def _check_memory(config: EngineConfig, backend: Backend, target: Weights, draft: Weights | None, comm: Comm) -> None:
-    """Raise UnsupportedError with both numbers if the weights are larger than the memory that is free."""
-    shares = 1 if backend.memory_is_host else comm.size  # a rank has its share, and embeddings and norms beside it
-    sizes = {config.target: target.num_bytes // shares}
-    if config.draft and draft:
-        sizes[config.draft] = draft.num_bytes // (1 if config.draft_tensor_parallel_size == 1 else shares)
-    needed, free = sum(sizes.values()), comm.minimum(backend.memory()[0])  # no rank has read weights before this
-    if needed > free:
-        listed = " and ".join(f"{size >> 20} MiB of {folder}" for folder, size in sizes.items())
-        raise UnsupportedError(
-            f"the weights take {needed >> 20} MiB in this dtype ({listed}), but {free >> 20} MiB are free on "
-            f"{backend.device}: free some, or give a smaller model or a narrower --dtype"
-        )
-
-
-def _capture(
-    forward: Forward,
-    layout: Layout,
-    graph_sizes: GraphSizes,
-    sizes: Sizes,
-    comm: Comm,
-    on_graph: Callable[[int, int], None],
-) -> StepGraphs:
-    try:
-        return StepGraphs(
-            forward,
-            layout,
-            graph_sizes,
-            pages=max(sizes.pages_per_sequence, sizes.scratch_pages),
-            on_graph=on_graph,
-            comm=comm,
-        )
-    except torch.OutOfMemoryError as error:
-        raise UnsupportedError(
-            "graphs do not fit beside weights and KV: give a smaller --kv-cache-memory or --memory-utilization, "
-            f"fewer --max-graphs, or --enforce-eager ({error})"
-        ) from None
-
-
-def _overlaps(runner: ModelRunner) -> bool:
-    """Return True if a step may be launched before the last one is read: all of it comes from graphs, which take
-    lengths from the device."""
-    if runner.backend.lengths_on_host or not runner.graphs:
-        return False
-    return runner.graphs.has_draft or runner.forward.drafter is None
-
-
-def _kv_bytes(
-    config: EngineConfig,
-    sizes: Sizes,
-    backend: Backend,
-    runner_over: Callable[[int], ModelRunner],
-    state_bytes: int,
-    *,
-    graphs: bool,
-) -> int:
-    """Return the bytes for KV: as many as were asked for, or the rest beside the weights and the widest step.
-
-    Raises UnsupportedError if the given number does not fit beside those.
-    """
-    step = 0
-    if not backend.memory_is_host:
-        step = step_memory(runner_over, backend, sizes) * (1 + graphs)
-    free, total = backend.memory()
-    if backend.memory_is_host:  # a host counts memory when it is first written
-        free -= state_bytes
-    if config.kv_cache_memory is not None:
-        if config.kv_cache_memory + step > free:
-            beside = f" beside {step >> 20} MiB for a step of {sizes.max_num_batched_tokens} rows" if step else ""
-            raise UnsupportedError(
-                f"--kv-cache-memory {config.kv_cache_memory >> 20}MiB does not fit: {free >> 20} MiB are free on "
-                f"{backend.device}; give at most {max(0, free - step) >> 20}MiB{beside}"
-            )
-        return config.kv_cache_memory
-    if backend.memory_is_host:
-        return min(CPU_KV_BYTES, free // 2)
-    return int(total * config.memory_utilization) - (total - free) - step
+    shapes = plan.target, plan.draft, states
+    return Engine(serving, sizes, str(backend.device), name_of(plan.dtype), *shapes, plan.compiles, tuned)
 
 
 def _warm_up(core: EngineCore, sizes: Sizes, on_progress: Progress) -> None:

@@ -1,4 +1,4 @@
-"""What to load, settled from the settings, both models' configs and the device before any weight is read."""
+"""What to load: shapes, dtype and sizes, from settings, checkpoints' shapes and the device. No file is read."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -6,24 +6,56 @@ from dataclasses import dataclass, replace
 import torch
 
 from app.config.engine import EngineConfig
-from app.engine.checkpoint.read import read_checkpoints
+from app.engine.checkpoint.read import Checkpoints
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.compile.packages import is_compiled
-from app.engine.device.base import Backend
+from app.engine.device.base import Backend, Defaults
 from app.engine.device.factory import found_device
+from app.engine.errors import UnsupportedError
 from app.engine.load.refusals import Facts, check
-from app.engine.load.sizes import Sizes, settle_sizes
+from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine.step.graph_sizes import GraphSizes, settle_graph_sizes
 
 logger = logging.getLogger(__name__)
 
+MIN_BATCHED_TOKENS = 2048
+PREFILL_SHARE = 512
+"""Rows a derived token budget leaves to prefill when every sequence verifies a whole block."""
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Shapes, dtype and sizes of an engine, or of one rank's share of it. Without graphs `graph_sizes` is None."""
+class Sizes:
+    """Settled sizes. `block_size` is 1 without a draft. A sequence's pages cover `padded_len` positions.
 
+    Padded page tables and padding rows point to the first `scratch_pages` pages.
+    """
+
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int
+    scratch_pages: int = SCRATCH_PAGES
+
+    @property
+    def padded_len(self) -> int:
+        """Return the positions that tables reach: two blocks past the limit, because no draft block is cut there."""
+        return self.max_model_len + 2 * self.block_size
+
+    @property
+    def pages_per_sequence(self) -> int:
+        return -(-self.padded_len // self.page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Shapes, dtype and sizes of an engine, or of one rank's share of it. Without graphs `graph_sizes` is None.
+
+    `sharing` ranks share one memory: all of them on a host, else each has its own. `num_pages` are settled last.
+    """
+
+    config: EngineConfig
     model_type: str
     target: DecoderConfig
     draft: DFlashConfig | None
@@ -31,32 +63,33 @@ class Plan:
     sizes: Sizes
     graph_sizes: GraphSizes | None
     compiles: bool
+    sharing: int = 1
+    num_pages: int = 0
 
     @property
     def decoders(self) -> list[DecoderConfig]:
         return [self.target, *([self.draft.decoder] if self.draft else [])]
 
     @property
+    def whole_draft(self) -> bool:
+        """Return True if every rank has all of the draft's layers."""
+        return self.config.draft_tensor_parallel_size == 1
+
+    @property
     def max_rows(self) -> int:
         """Return the target rows of the widest step, padding included."""
         return max(self.sizes.max_num_batched_tokens, self.graph_sizes.max_rows if self.graph_sizes else 0)
 
-    def shard(self, size: int, *, whole_draft: bool) -> "Plan":
+    def shard(self, size: int) -> "Plan":
         """Return the plan of one of `size` ranks, which has its share of the target and of a draft that is split."""
         draft = self.draft
-        if draft and not whole_draft:
+        if draft and not self.whole_draft:
             draft = replace(draft, decoder=draft.decoder.shard(size))
         return replace(self, target=self.target.shard(size), draft=draft)
 
 
-def kind_of(config: EngineConfig) -> str:
-    """Return "cpu", "cuda" or "npu"."""
-    return found_device(config.device).partition(":")[0]
-
-
-def make_plan(config: EngineConfig, backend: Backend) -> Plan:
+def make_plan(config: EngineConfig, models: Checkpoints, backend: Backend) -> Plan:
     """Return the plan of all ranks together. Raises UnsupportedError for a wish that cannot be met."""
-    models = read_checkpoints(config)
     target, draft = models.target, models.draft
     dtype = dtype_of(config, target, backend)
     check(Facts(config, kind_of(config), target, draft, name_of(dtype)))
@@ -68,7 +101,13 @@ def make_plan(config: EngineConfig, backend: Backend) -> Plan:
     graph_sizes = _graph_sizes(config, sizes, backend)
     if graph_sizes:
         sizes = replace(sizes, scratch_pages=-(-graph_sizes.max_rows // sizes.page_size))
-    return Plan(models.model_type, target, draft, dtype, sizes, graph_sizes, compiles)
+    sharing = config.tensor_parallel_size if backend.memory_is_host else 1
+    return Plan(config, models.model_type, target, draft, dtype, sizes, graph_sizes, compiles, sharing)
+
+
+def kind_of(config: EngineConfig) -> str:
+    """Return "cpu", "cuda" or "npu"."""
+    return found_device(config.device).partition(":")[0]
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -86,14 +125,29 @@ def dtype_of(config: EngineConfig, target: DecoderConfig, backend: Backend) -> t
     reason = "--compile is for float32" if wants_float32 else backend.why_not(own, 2 * inner * target.hidden_size)
     if reason:
         half = f"; --dtype {name_of(own)} takes half the memory" if is_narrow else ""
-        logger.info(
-            "dtype: %s, and not the checkpoint's %s, because %s%s", name_of(default), name_of(own), reason, half
-        )
+        chosen = name_of(default), name_of(own)
+        logger.info("dtype: %s, and not the checkpoint's %s, because %s%s", *chosen, reason, half)
         return default
     if is_narrow:
         exact = "takes twice the memory, and leaves texts with drafts equal but for margins below 1e-4"
         logger.info("dtype: %s, like the checkpoint; --dtype %s %s", name_of(own), name_of(default), exact)
     return own
+
+
+def settle_sizes(config: EngineConfig, block_size: int, model_limit: int, defaults: Defaults) -> Sizes:
+    """Fill in sizes that the user left open. Raises UnsupportedError, with a number to use, if sizes do not fit."""
+    seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
+    if seqs is None:
+        seqs = defaults.max_num_seqs if tokens is None else max(1, min(defaults.max_num_seqs, tokens // block_size))
+    if tokens is None:
+        tokens = max(MIN_BATCHED_TOKENS, seqs * block_size + PREFILL_SHARE)
+    if tokens < seqs * block_size:
+        raise UnsupportedError(
+            f"--max-num-batched-tokens {tokens} is too small: {seqs} sequences verify blocks of {block_size} rows; "
+            f"give at least {seqs * block_size}"
+            + (f", or --max-num-seqs {tokens // block_size} at most" if tokens >= block_size else "")
+        )
+    return Sizes(block_size, config.max_model_len or model_limit, seqs, tokens, config.page_size or defaults.page_size)
 
 
 def _graph_sizes(config: EngineConfig, sizes: Sizes, backend: Backend) -> GraphSizes | None:

@@ -13,7 +13,7 @@ import zmq
 
 from app.engine.comm.comm import Meeting
 from app.engine.device.base import Backend
-from app.engine.load.ranks import Rank
+from app.engine.load.engine import Rank
 from app.engine.ranks.runner import teller
 
 FOLLOWER_COMMAND = (sys.executable, "-P", "-m", "app.engine.ranks.follower")

@@ -22,7 +22,7 @@ from app.engine.device.base import Graph
 from app.engine.device.moe import MoeConfig
 from app.engine.device.torch import RerunGraph
 from app.engine.load import engine as build
-from app.engine.load import time_steps
+from app.engine.load import made_up_steps as time_steps
 from tests.fast.engine.pairs import make_pair
 from tools.lab import cuda_attention, equality, expected, gemms, kernels, launch_gap, random_weights, speeds, turns
 from tools.lab.random_weights import TARGETS

@@ -7,7 +7,7 @@ import pytest
 
 from app.engine import core
 from app.engine.load import engine as build
-from app.engine.load.sizes import Sizes
+from app.engine.load.plan import Sizes
 from app.engine.schedule.costs import CostTable, shapes
 from app.engine.step.runner import ModelRunner
 

@@ -23,9 +23,8 @@ from app.engine.cpu import linear
 from app.engine.cuda.torch_backend import TorchCudaBackend
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import Engine
-from app.engine.load.sizes import bytes_per_token
-from app.engine.load.states import without_memory
-from app.engine.load.step_memory import verify_batch
+from app.engine.load.made_up_steps import verify_batch
+from app.engine.load.memory import bytes_per_token, without_memory
 from app.engine.models.state_pool import StatePool
 from app.messages import Request
 from tests.costs import fast_ones

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from app.config.engine import EngineConfig
+from app.engine.checkpoint.read import read_checkpoints
 from app.engine.device.factory import make_backend
 from app.engine.errors import UnsupportedError
 from app.engine.load.plan import make_plan
@@ -25,25 +26,27 @@ def pair(tmp_path: Path) -> Pair:
 
 def test_a_plan_is_made_without_weights(pair: Pair) -> None:
     config = EngineConfig(pair.target, pair.draft, device="cpu", max_num_seqs=4, page_size=16, enforce_eager=True)
-    plan = make_plan(config, make_backend("cpu"))
+    plan = make_plan(config, read_checkpoints(config), make_backend("cpu"))
     assert (plan.sizes.block_size, plan.sizes.max_num_seqs, plan.dtype) == (8, 4, torch.float32)
     assert plan.graph_sizes is None and plan.max_rows == plan.sizes.max_num_batched_tokens
-    plain = make_plan(replace(config, draft=None), make_backend("cpu"))
+    plain_config = replace(config, draft=None)
+    plain = make_plan(plain_config, read_checkpoints(plain_config), make_backend("cpu"))
     assert plain.draft is None and plain.sizes.block_size == 1 and len(plain.decoders) == 1
 
 
 def test_scratch_pages_hold_the_rows_of_the_largest_graph(pair: Pair) -> None:
     config = EngineConfig(pair.target, pair.draft, device="cpu", max_num_seqs=4, page_size=16, enforce_eager=False)
-    plan = make_plan(config, make_backend("cpu"))
+    plan = make_plan(config, read_checkpoints(config), make_backend("cpu"))
     assert plan.graph_sizes and plan.sizes.scratch_pages * 16 >= plan.graph_sizes.max_rows >= 4 * 8
 
 
 def test_a_rank_has_its_share_of_the_heads(pair: Pair) -> None:
     config = EngineConfig(pair.target, pair.draft, device="cpu", tensor_parallel_size=2)
-    plan = make_plan(config, make_backend("cpu"))
-    assert plan.draft is not None
     for whole in (True, False):
-        share = plan.shard(2, whole_draft=whole)
+        asked = replace(config, draft_tensor_parallel_size=1 if whole else None)
+        plan = make_plan(asked, read_checkpoints(asked), make_backend("cpu"))
+        share = plan.shard(2)
+        assert plan.draft is not None and plan.sharing == 2
         assert share.draft is not None and 2 * share.target.num_heads == plan.target.num_heads
         assert share.draft.decoder.num_heads * (1 if whole else 2) == plan.draft.decoder.num_heads
 
@@ -51,4 +54,4 @@ def test_a_rank_has_its_share_of_the_heads(pair: Pair) -> None:
 def test_a_wish_that_cannot_be_met_is_refused_by_the_plan(pair: Pair) -> None:
     config = EngineConfig(pair.target, pair.draft, device="cpu", verify=99)
     with pytest.raises(UnsupportedError, match="--verify 99: a block has 8 rows"):
-        make_plan(config, make_backend("cpu"))
+        make_plan(config, read_checkpoints(config), make_backend("cpu"))

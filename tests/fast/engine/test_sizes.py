@@ -16,7 +16,8 @@ from app.engine.cpu import backend as cpu_backend
 from app.engine.device.base import Defaults
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import build_engine
-from app.engine.load.sizes import MIN_MODEL_LEN, Sizes, settle_pages, settle_sizes
+from app.engine.load.memory import MIN_MODEL_LEN, settle_pages
+from app.engine.load.plan import Sizes, settle_sizes
 from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.messages import Request, SamplingParams
 from tests import UNTIMED
@@ -75,13 +76,6 @@ def test_a_budget_too_small_is_refused_and_either_number_it_names_will_do(block_
 def test_a_budget_below_one_block_is_refused_with_the_least_that_works():
     with pytest.raises(UnsupportedError, match="give at least 16"):
         settled(block_size=16, max_num_batched_tokens=15)
-
-
-@pytest.mark.parametrize("length", [LIMIT + 1, MIN_MODEL_LEN - 1])
-def test_a_context_longer_than_the_models_or_too_short_for_any_answer_is_refused_with_the_range(length):
-    with pytest.raises(UnsupportedError, match=rf"--max-model-len {length} .*{LIMIT}"):
-        settled(max_model_len=length)
-    assert settled(max_model_len=LIMIT).max_model_len == LIMIT
 
 
 @pytest.mark.parametrize(("page_size", "pages"), [(1, 516), (16, 33), (128, 5)])

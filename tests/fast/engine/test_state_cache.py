@@ -17,7 +17,7 @@ import torch
 
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import Engine
-from app.engine.load.states import checkpoints_in
+from app.engine.load.memory import checkpoints_in
 from app.engine.schedule.state_slots import StateSlots
 from app.messages import Request
 from tests.costs import fast_ones
@@ -352,7 +352,7 @@ def test_dflash_and_a_cache_change_no_token(lucky: Subject, case: Case, short_in
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("path", ["eager", "overlap"])
 def test_a_second_turn_says_what_a_cold_engine_says(lucky, path, short_interval, monkeypatch):
-    monkeypatch.setattr("app.engine.load.states.PER_SEQUENCE", 32)  # so that no checkpoint of the first turn is evicted
+    monkeypatch.setattr("app.engine.load.memory.PER_SEQUENCE", 32)  # so that no checkpoint of the first turn is evicted
     case = Case(concurrency=4, page_size=4, block_size=8, path=path)
     cached = replace(case, cached=True)
     engine, first = lucky.engine(cached), lucky.requests(case)

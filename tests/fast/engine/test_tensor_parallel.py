@@ -375,9 +375,9 @@ def test_a_hybrid_of_ranks_begins_with_the_state_of_a_cached_prompt(tmp_path: Pa
 
 
 def test_checkpoints_are_as_many_as_the_rank_with_the_fewest_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from app.engine.load import states
+    from app.engine.load import memory
 
-    pair, given, own = make_hybrid_pair(tmp_path, vocab_size=96), iter([5, 3]), states.checkpoints_in
+    pair, given, own = make_hybrid_pair(tmp_path, vocab_size=96), iter([5, 3]), memory.checkpoints_in
     config = EngineConfig(
         pair.target, device="cpu", max_num_seqs=2, tensor_parallel_size=2, state_cache_memory=1 << 20, **UNTIMED
     )
@@ -387,7 +387,7 @@ def test_checkpoints_are_as_many_as_the_rank_with_the_fewest_holds(tmp_path: Pat
     ranks.close()
     assert by_one and by_two and by_two.num_checkpoints == pytest.approx(by_one.num_checkpoints, rel=0.1)
     assert 2 * by_two.slot_bytes == pytest.approx(by_one.slot_bytes, rel=0.1), "each rank has the states of its heads"
-    monkeypatch.setattr(states, "checkpoints_in", lambda *args: min(own(*args), next(given)))
+    monkeypatch.setattr(memory, "checkpoints_in", lambda *args: min(own(*args), next(given)))
     ranks = ThreadRanks(config)
     assert ranks.engine.states and ranks.engine.states.num_checkpoints == 3
     ranks.close()
@@ -520,9 +520,9 @@ def test_ranks_launch_alike_because_none_times_its_own_ways(lucky: Pair, monkeyp
 
 
 def test_pages_are_those_of_the_rank_with_the_least_memory(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
-    own, page = build._kv_bytes, 16 * 2 * 4 * 4 * 16 * 4  # tokens, K and V, layers, KV heads, head dim, bytes
+    own, page = build.kv_bytes, 16 * 2 * 4 * 4 * 16 * 4  # tokens, K and V, layers, KV heads, head dim, bytes
     given = iter([7 * page, 6 * page])
-    monkeypatch.setattr(build, "_kv_bytes", lambda *args, **kw: min(own(*args, **kw), next(given)))
+    monkeypatch.setattr(build, "kv_bytes", lambda *args, **kw: min(own(*args, **kw), next(given)))
     config = EngineConfig(lucky.target, None, device="cpu", max_model_len=32, tensor_parallel_size=2, **UNTIMED)
     ranks = ThreadRanks(config)
     pages = ranks.engine.core.scheduler.pool.num_usable

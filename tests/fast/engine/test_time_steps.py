@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from app.engine.load import time_steps
-from app.engine.load.sizes import Sizes
-from app.engine.load.time_steps import MAX_SECONDS, made_up, measure_costs
+from app.engine.load import made_up_steps as time_steps
+from app.engine.load.made_up_steps import MAX_SECONDS, made_up, measure_costs
+from app.engine.load.plan import Sizes
 from app.engine.models.target import Target
 from app.engine.schedule.costs import CostTable, Shape
 from tests.fast.engine.lossless import make_engine

@@ -12,10 +12,10 @@ from app.config.engine import EngineConfig
 from app.engine.checkpoint.files import DEMO
 from app.engine.core import EngineCore
 from app.engine.errors import UnsupportedError
-from app.engine.load import time_steps as costs
+from app.engine.load import made_up_steps as costs
 from app.engine.load.engine import build_engine
-from app.engine.load.sizes import Sizes
-from app.engine.load.time_steps import measure_costs
+from app.engine.load.made_up_steps import measure_costs
+from app.engine.load.plan import Sizes
 from app.engine.schedule.batch import Batch
 from app.engine.schedule.policy import Policy, Widths
 from app.engine.step.runner import PendingStep

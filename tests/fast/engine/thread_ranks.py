@@ -10,8 +10,7 @@ from torch import Tensor
 
 from app.config.engine import EngineConfig
 from app.engine.comm.comm import Comm
-from app.engine.load.engine import Engine, build_engine, build_runner
-from app.engine.load.ranks import Rank
+from app.engine.load.engine import Engine, Rank, build_engine, build_runner
 from app.engine.ranks.runner import follow, teller
 from app.engine.step.inputs import StepInputs
 from app.engine.step.runner import ModelRunner, PendingStep

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from app.engine.load.engine import CPU_KV_BYTES, Engine
+from app.engine.load.engine import Engine
+from app.engine.load.memory import CPU_KV_BYTES
 from app.engine.step.inputs import Layout, StepInputs
 from app.engine.step.runner import ModelRunner, PendingStep
 from tests.fast.tools.tiny import TINY, tiny_engine

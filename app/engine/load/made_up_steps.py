@@ -1,20 +1,23 @@
-"""Times of decode steps on this machine, taken before the first request in the calls that serving makes."""
+"""Steps of made-up sequences before the first request: the memory of the widest, and the times of decode steps."""
 
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from app.engine.load.sizes import Sizes
-from app.engine.load.step_memory import pages_of, verify_batch
-from app.engine.schedule.batch import Batch
+from app.engine.device.base import Backend
+from app.engine.errors import UnsupportedError
+from app.engine.load.plan import Sizes
+from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.schedule.costs import CostTable, Shape, shapes
+from app.engine.sequence import Sequence
 from app.engine.step.inputs import StepInputs
 from app.engine.step.runner import ModelRunner, PendingStep
+from app.messages import Request, SamplingParams
 
 MAX_SECONDS = 10
 """Time for all steps. A step begins only if it is expected to end by then, and its cost is scaled otherwise."""
@@ -24,10 +27,75 @@ _ROUNDS = 6
 _IN_A_ROW = 3
 """Steps of a shape in every round, of which the last is timed."""
 _SLOW_MS = 100.0
-"""A step that takes longer is timed at once, because steps like it before it would save few of its milliseconds."""
+"""A step that takes longer is timed at once, because previous steps like it would save few of its milliseconds."""
 _CONTEXT = 128
 """Tokens before the rows, like in an answer. Without context a plain step would look too cheap, because context is more
 of its time than of a step that drafts."""
+
+
+def step_memory(runner_over: Callable[[int], ModelRunner], backend: Backend, sizes: Sizes) -> int:
+    """Return the bytes that the widest step takes at its peak. `runner_over` makes a runner over a number of pages.
+
+    Raises UnsupportedError if there is too little memory for that.
+    """
+    batch = _widest_step(sizes)
+    num_pages = 1 + max(max(rows.seq.pages) for rows in batch.rows)
+    try:
+        runner = runner_over(num_pages)
+        return backend.peak_memory(lambda: runner.launch(runner.layout.build(batch)).read())
+    except torch.OutOfMemoryError as error:
+        raise UnsupportedError(
+            f"a step of --max-num-batched-tokens {sizes.max_num_batched_tokens} and --max-num-seqs "
+            f"{sizes.max_num_seqs} does not fit beside the weights: give a smaller number ({error})"
+        ) from None
+
+
+def _widest_step(sizes: Sizes) -> Batch:
+    """Return a step in which all sequences verify a whole block, every token is drawn, and prompts take the rest.
+
+    No real step has both in full.
+    """
+    batch = verify_batch(sizes.max_num_seqs, sizes.block_size, sizes, temperature=1.0)
+    page = pages_of(sizes.max_num_seqs, sizes)
+    rest = min(sizes.max_num_batched_tokens, sizes.max_num_seqs * sizes.max_model_len)
+    rest -= sizes.max_num_seqs * sizes.block_size
+    while rest > 0:
+        rows = min(rest, sizes.max_model_len)
+        first, page = page, page - (-rows // sizes.page_size)
+        batch.prefills.append(ScheduledSequence(_sequence(rows, range(first, page), 1.0), 0, rows, needs_logits=False))
+        rest -= rows
+    return batch
+
+
+def verify_batch(num_seqs: int, width: int, sizes: Sizes, temperature: float = 0.0) -> Batch:
+    """Return a decode step of made-up sequences that verify `width` rows each, over the first pages of the pool.
+
+    Several blocks share a page, at different places, so few pages are enough.
+    """
+    sharing, of_block = _packing(sizes)
+    batch = Batch(block_rows=width)
+    for i in range(num_seqs):
+        start, first = i % sharing * sizes.block_size, i // sharing * of_block
+        seq = _sequence(start + 1, range(first, first + of_block), temperature)
+        seq.state_slot = i + 1
+        batch.decodes.append(ScheduledSequence(seq, start, width, needs_logits=True, num_drafts=width - 1))
+    return batch
+
+
+def pages_of(num_seqs: int, sizes: Sizes) -> int:
+    """Return how many pages `verify_batch` lies on."""
+    sharing, of_block = _packing(sizes)
+    return -(-num_seqs // sharing) * of_block
+
+
+def _packing(sizes: Sizes) -> tuple[int, int]:
+    """Return (blocks that share pages, pages they share)."""
+    return max(1, sizes.page_size // sizes.block_size), -(-sizes.block_size // sizes.page_size)
+
+
+def _sequence(num_tokens: int, pages: range, temperature: float) -> Sequence:
+    request = Request("profile", (0,) * num_tokens, num_tokens + 1, SamplingParams(temperature))
+    return Sequence(request, arrival=0, pages=array("i", pages))
 
 
 def measure_costs(
@@ -51,7 +119,7 @@ def measure_costs(
     seqs = [n for n in seqs if n <= sizes.max_num_seqs and pages_of(n, sizes) <= num_pages]
     ends = (seqs[0], seqs[-1])
     widths = sorted({width for _, width in runner.padded_to.drafts}) if runner.padded_to else []
-    times: dict[Shape, list[float]] = {}
+    times: dict[Shape, float] = {}
     begun = time.perf_counter()
     for done in range(_ROUNDS):
         for n in dict.fromkeys((*ends, *seqs[::2], *seqs)):
@@ -61,26 +129,26 @@ def measure_costs(
                 seconds = time.perf_counter() - begun
                 on_progress(min(int(seconds), MAX_SECONDS - 1), MAX_SECONDS)
                 if len(times) < 2 or seconds + _expected_seconds(shape, times) <= MAX_SECONDS:
-                    times.setdefault(shape, []).append(_timed(runner, made_up(shape, sizes), overlap=overlap))
+                    ms = _timed(runner, made_up(shape, sizes), overlap=overlap)
+                    times[shape] = min(ms, times.get(shape, ms))
     on_progress(MAX_SECONDS, MAX_SECONDS)
     wanted = [shape for n in seqs if n in ends or Shape(n) in times for shape in shapes(n, sizes.block_size, widths)]
     return CostTable({shape: _expected_ms(shape, times) for shape in wanted}, runner.padded_to)
 
 
-def _expected_ms(shape: Shape, times: Mapping[Shape, Sequence[float]]) -> float:
+def _expected_ms(shape: Shape, times: Mapping[Shape, float]) -> float:
     """Return the quickest time of a shape. Without one, scale the timed shapes by their rows.
 
     A row of the target and a row of the draft each have one cost, fitted to all shapes and the first plain step.
     """
-    if taken := times.get(shape):
-        return min(taken)
-    first = min(times[Shape(1)])
-    rows = np.array([_rows(timed) for timed in times], dtype=float)
-    rest = np.array([min(taken) - first for taken in times.values()])
+    if shape in times:
+        return times[shape]
+    first = times[Shape(1)]
+    rows, rest = np.array([_rows(timed) for timed in times], dtype=float), np.array([*times.values()]) - first
     return first + float(_rows(shape) @ np.linalg.lstsq(rows, rest)[0].clip(min=0))
 
 
-def _expected_seconds(shape: Shape, times: Mapping[Shape, Sequence[float]]) -> float:
+def _expected_seconds(shape: Shape, times: Mapping[Shape, float]) -> float:
     ms = _expected_ms(shape, times)
     return (ms if ms > _SLOW_MS else _IN_A_ROW * ms) / 1000
 
@@ -114,15 +182,10 @@ def _with_varied_tokens(runner: ModelRunner, inputs: StepInputs) -> StepInputs:
     Rows of one token have the same experts. A target with experts would read few of them, and a wide step would look
     too cheap.
     """
-    target = inputs.target
-    token_ids = _varied_tokens(runner.forward.target.config.vocab_size, len(target.token_ids))
-    inputs.target = replace(target, token_ids=token_ids, token_source=np.arange(len(token_ids), dtype=np.int32))
+    rows = np.arange(len(inputs.target.token_ids), dtype=np.int32)
+    varied = rows * 7919 % runner.forward.target.config.vocab_size
+    inputs.target = replace(inputs.target, token_ids=varied, token_source=rows)
     return inputs
-
-
-@cache
-def _varied_tokens(vocab_size: int, count: int) -> NDArray[np.int32]:
-    return np.random.default_rng(0).integers(vocab_size, size=count, dtype=np.int32)
 
 
 def _timed(runner: ModelRunner, batch: Batch, *, overlap: bool) -> float:

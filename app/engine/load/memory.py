@@ -1,0 +1,157 @@
+"""The split of memory: weights, recurrent states, the widest step, and KV in the rest."""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from app.config.engine import EngineConfig
+from app.engine.checkpoint.shapes import DecoderConfig
+from app.engine.comm.comm import Comm
+from app.engine.device.base import Backend
+from app.engine.device.gated_delta import CHUNK
+from app.engine.errors import UnsupportedError
+from app.engine.load.plan import PREFILL_SHARE, Plan, Sizes
+from app.engine.models.state_pool import StatePool
+from app.engine.models.weights import Weights
+from app.engine.schedule.state_slots import StateSlots
+
+logger = logging.getLogger(__name__)
+
+MIN_MODEL_LEN = 2
+"""A token of prompt and one of answer."""
+CPU_KV_BYTES = 4 << 30
+"""KV memory on a CPU if none is given. At most half of free memory is taken, because steps and others need the rest."""
+CHECKPOINT_INTERVAL = PREFILL_SHARE
+"""Tokens between the places where prompts are cut, and their states kept: the rows that are left to prefill, so a chunk
+reaches the next place. The state of a 27B takes as much memory as KV of 2,300 tokens."""
+PER_SEQUENCE = 2
+"""Checkpoints for each sequence that may run, if the user gives no number: after its prompt and after its answer."""
+DEFAULT_SHARE = 4
+"""Checkpoints take at most this part of free memory if the user gives no number, because KV needs the most."""
+
+
+def check_weights(plan: Plan, target: Weights, draft: Weights | None, backend: Backend, comm: Comm) -> None:
+    """Raise UnsupportedError with both numbers if the weights are larger than the memory that is free."""
+    config, shares = plan.config, comm.size // plan.sharing  # a rank has its share, and all of embeddings and norms
+    sizes = {config.target: target.num_bytes // shares}
+    if config.draft and draft:
+        sizes[config.draft] = draft.num_bytes // (1 if plan.whole_draft else shares)
+    needed, free = sum(sizes.values()), comm.minimum(backend.memory()[0])  # no rank has read weights before this
+    if needed > free:
+        listed = " and ".join(f"{size >> 20} MiB of {folder}" for folder, size in sizes.items())
+        raise UnsupportedError(
+            f"the weights take {needed >> 20} MiB in this dtype ({listed}), but {free >> 20} MiB are free on "
+            f"{backend.device}: free some, or give a smaller model or a narrower --dtype"
+        )
+
+
+def make_states(plan: Plan, backend: Backend, comm: Comm) -> StatePool | None:
+    """Return slots for all sequences, a spare one, and the checkpoints of the prefix cache (`schedule/state_slots.py`).
+
+    The result is None if no layer is recurrent. All ranks have as many slots. Raises UnsupportedError if the slots do
+    not fit.
+    """
+    if plan.target.gated_delta is None:
+        return None
+    num_slots, of_slots = plan.sizes.max_num_seqs + 1, (plan.sizes.block_size, plan.dtype)
+    needed = plan.sharing * StatePool(plan.target.gated_delta, num_slots, *of_slots, without_memory).nbytes
+    free, _ = backend.memory()
+    if needed > free:
+        raise UnsupportedError(
+            f"recurrent state of --max-num-seqs {num_slots - 1} takes {needed >> 20} MiB, and {free >> 20} MiB are "
+            f"free on {backend.device}: give a smaller number"
+        )
+    num_checkpoints = 0
+    if plan.config.prefix_caching:
+        size = needed // (num_slots + 1)
+        num_checkpoints = comm.minimum(checkpoints_in(plan.config, plan.sizes, size, free - needed, backend))
+    return StatePool(plan.target.gated_delta, num_slots + num_checkpoints, *of_slots, backend.zeros, num_checkpoints)
+
+
+def checkpoints_in(config: EngineConfig, sizes: Sizes, size: int, free: int, backend: Backend) -> int:
+    """Return the number of checkpoints of `size` bytes, if that many bytes are `free`.
+
+    Raises UnsupportedError if the memory that was given holds none, or is not there.
+    """
+    wanted = config.state_cache_memory
+    if wanted is None:
+        number = min(PER_SEQUENCE * sizes.max_num_seqs, max(0, free // DEFAULT_SHARE // size))
+        if not number:
+            logger.warning("prefix cache: off, because a recurrent state takes %d MiB of the free memory", size >> 20)
+        return number
+    if wanted < size:
+        raise UnsupportedError(
+            f"--state-cache-memory {wanted >> 20}MiB holds no recurrent state, which takes {-(-size // 2**20)} MiB: "
+            f"give at least {-(-size // 2**20)}MiB, or --no-prefix-caching"
+        )
+    if wanted > free:
+        raise UnsupportedError(
+            f"--state-cache-memory {wanted >> 20}MiB does not fit: {max(0, free) >> 20} MiB are free on "
+            f"{backend.device} beside the states of --max-num-seqs {sizes.max_num_seqs}"
+        )
+    return wanted // size
+
+
+def make_state_slots(states: StatePool, sizes: Sizes) -> StateSlots:
+    """Return the slots of `states` for the scheduler, all of them free."""
+    interval = math.lcm(sizes.page_size, CHUNK)
+    interval *= max(1, CHECKPOINT_INTERVAL // interval)
+    return StateSlots(sizes.max_num_seqs, states.num_checkpoints, interval)
+
+
+def without_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a tensor that has a size and no memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def kv_bytes(plan: Plan, backend: Backend, states: StatePool | None, step: int) -> int:
+    """Return the bytes for KV: those that were asked for, or the rest after the weights and the `step` bytes of steps.
+
+    Raises UnsupportedError if the given number does not fit.
+    """
+    free, total = backend.memory()
+    if backend.memory_is_host and states:  # a host counts memory when it is first written
+        free -= plan.sharing * states.nbytes
+    wanted = plan.config.kv_cache_memory
+    if wanted is None:
+        rest = int(total * plan.config.memory_utilization) - (total - free) - step
+        return min(CPU_KV_BYTES, free // 2) if backend.memory_is_host else rest
+    if wanted + step > free:
+        rows = f" beside {step >> 20} MiB for a step of {plan.sizes.max_num_batched_tokens} rows" if step else ""
+        raise UnsupportedError(
+            f"--kv-cache-memory {wanted >> 20}MiB does not fit: {free >> 20} MiB are free on "
+            f"{backend.device}; give at most {max(0, free - step) >> 20}MiB{rows}"
+        )
+    return wanted
+
+
+def settle_pages(config: EngineConfig, sizes: Sizes, kv_bytes: int, token_bytes: int) -> tuple[Sizes, int]:
+    """Return the sizes, and the pages in `kv_bytes` with scratch pages, at most as many as all sequences can use.
+
+    One sequence of `max_model_len` must fit. If the user left that open, it is shortened until it does. Otherwise
+    raises UnsupportedError with the numbers.
+    """
+    page_bytes = sizes.page_size * token_bytes
+    num_pages = max(0, kv_bytes) // page_bytes
+    needed = sizes.pages_per_sequence + sizes.scratch_pages
+    if num_pages < needed and config.max_model_len is None:
+        fitting = (num_pages - sizes.scratch_pages) * sizes.page_size - 2 * sizes.block_size
+        if fitting >= MIN_MODEL_LEN:
+            sizes = replace(sizes, max_model_len=fitting)
+            needed = num_pages
+    if num_pages < needed:
+        raise UnsupportedError(
+            f"{max(0, kv_bytes) / 2**20:.0f} MiB for KV hold {num_pages} pages of {sizes.page_size} tokens, but one "
+            f"sequence of --max-model-len {sizes.max_model_len} needs {needed}: give --kv-cache-memory "
+            f"{-(-needed * page_bytes // 2**20)}MiB, or a smaller --max-model-len"
+        )
+    return sizes, min(num_pages, sizes.max_num_seqs * sizes.pages_per_sequence + sizes.scratch_pages)
+
+
+def bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of K and V of one token in all layers with attention."""
+    return 2 * config.num_kv_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
