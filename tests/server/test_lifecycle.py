@@ -92,10 +92,7 @@ def test_a_loading_server_has_no_drain_delay(script, model_folder):
 
 
 def test_the_log_says_where_a_server_on_all_addresses_can_be_reached(script, model_folder):
-    everywhere = MAIN.replace(
-        "shutdown_timeout=shutdown_timeout,", 'host="0.0.0.0", shutdown_timeout=shutdown_timeout,'
-    )
-    with Process(script, model_folder, main=everywhere) as process:
+    with Process(script, model_folder, settings="host='0.0.0.0'") as process:
         line = process.read_until("listening on")
         assert re.search(r" on http://127\.0\.0\.1:\d+ and on every other address$", line), line
 

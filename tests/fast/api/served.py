@@ -263,6 +263,11 @@ class Server:
         running = background.submit(lambda: self.http.post("/v1/completions", json=fields))
         return running, self.script.see("Submit")["request_id"]
 
+    def check_serving(self) -> None:
+        """Check that a request gets its answer."""
+        self.script.plan([*self.ids("here"), 2])
+        assert self.openai.completions.create(model="tiny", prompt="hi").choices[0].text == "here"
+
     def answer(self, token_ids: list[int]) -> str:
         """Emit the first tokens of the next request that the engine gets, and return its id."""
         request_id: str = self.script.see("Submit")["request_id"]

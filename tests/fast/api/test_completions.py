@@ -247,10 +247,7 @@ def test_ignore_eos_goes_on_behind_it_and_leaves_stop_token_ids_in_force(server,
     on = server.ids("on")
     server.script.plan([*on, 2, *on], [0, 9, *on])
     texts, reasons, usage = answers(
-        server,
-        stream,
-        prompt="p",
-        extra_body={"ignore_eos": True, "stop_token_ids": [9], "skip_special_tokens": skip},
+        server, stream, prompt="p", extra_body={"ignore_eos": True, "stop_token_ids": [9], "skip_special_tokens": skip}
     )
     assert server.script.see("Submit")["stop_token_ids"] == [9]
     assert (texts, reasons, usage.completion_tokens) == ([expected], ["stop"], 2 * len(on) + 3)

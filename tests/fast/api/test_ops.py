@@ -83,8 +83,7 @@ def test_metrics_are_prometheus_text(server):
 
 
 @pytest.mark.parametrize(
-    "path",
-    "/live /ready /health /metrics /v1/models /v1/models/tiny /version /openapi.json".split(),
+    "path", "/live /ready /health /metrics /v1/models /v1/models/tiny /version /openapi.json".split()
 )
 def test_head_is_get_without_the_body(server, path):
     got, asked = server.http.get(path), server.http.head(path)

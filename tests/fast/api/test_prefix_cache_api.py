@@ -159,12 +159,7 @@ def test_the_document_says_which_key_a_flush_needs(guarded):
         name: document["paths"]["/reset_prefix_cache"]["post"].get("security", document.get("security"))
         for name, document in schemes.items()
     }
-    assert needed == {
-        "none": None,
-        "api": [{"key": []}],
-        "admin": [{"admin_key": []}],
-        "both": [{"admin_key": []}],
-    }
+    assert needed == {"none": None, "api": [{"key": []}], "admin": [{"admin_key": []}], "both": [{"admin_key": []}]}
     for name, document in schemes.items():
         known = set(document["components"].get("securitySchemes", {}))
         assert known == {"none": set(), "api": {"key"}, "admin": {"admin_key"}, "both": {"key", "admin_key"}}[name]

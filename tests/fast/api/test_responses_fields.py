@@ -21,6 +21,8 @@ CHAT_RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "sunny"}
 THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
 NO_THINKING: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
 TOOL = {"name": "weather", "description": "How it is", "parameters": {"type": "object", "properties": {}}}
+OFFER: dict[str, Any] = {"tools": [{"type": "function", **TOOL}]}
+CHAT_OFFER: dict[str, Any] = {"tools": [{"type": "function", "function": TOOL}]}
 SERVED = {"template": QWEN, "reasoning_parser": "qwen3", "tool_call_parser": "qwen3"}
 
 
@@ -40,108 +42,77 @@ def submitted(server: Server, path: str, fields: dict[str, Any]) -> dict[str, An
     return {k: v for k, v in request.items() if k not in ("request_id", "what")} | {"prompt": prompt}
 
 
+def turn(content: str | None, *calls: Any, **more: Any) -> dict[str, Any]:
+    """An assistant's message as chat has it."""
+    return {"role": "assistant", "content": content, **({"tool_calls": list(calls)} if calls else {}), **more}
+
+
+BRIEF = {"role": "system", "content": "Be brief."}
+DEVELOPER = {"role": "developer", "content": "Be brief."}
+SUMMARY = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}
+PARTS = {"role": "user", "content": [{"type": "input_text", "text": text} for text in "ab"]}
+CHAT_PARTS = {"role": "user", "content": [{"type": "text", "text": text} for text in "ab"]}
+AGAIN = {**CALLED, "id": "fc_1", "status": "completed"}
+
+
 @pytest.mark.parametrize(
-    ("fields", "messages"),
+    ("items", "instructions", "messages"),
     [
-        ({"input": "hello"}, [HELLO]),
-        ({"input": "hello", "instructions": "Be brief."}, [{"role": "system", "content": "Be brief."}, HELLO]),
-        ({"input": [HELLO]}, [HELLO]),
-        ({"input": [{"type": "message", **HELLO}]}, [HELLO]),
+        ("hello", None, [HELLO]),
+        ("hello", "", [HELLO]),
+        ("hello", "Be brief.", [BRIEF, HELLO]),
+        ([HELLO] * 80, "Be brief.", [BRIEF, *[HELLO] * 80]),
+        ([HELLO], None, [HELLO]),
+        ([{"type": "message", **HELLO}], None, [HELLO]),
+        ([DEVELOPER, HELLO], None, [DEVELOPER, HELLO]),
+        ([PARTS], None, [CHAT_PARTS]),
+        ([HELLO, said("Hi."), HELLO], None, [HELLO, turn("Hi."), HELLO]),
         (
-            {"input": [{"role": "developer", "content": "Be brief."}, HELLO]},
-            [{"role": "developer", "content": "Be brief."}, HELLO],
+            [HELLO, THOUGHT, said("Look:"), CALLED, RESULT],
+            None,
+            [HELLO, turn("Look:", CHAT_CALL, reasoning_content="Hm."), CHAT_RESULT],
         ),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_text", "text": t} for t in "ab"]}]},
-            [{"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}],
+            [HELLO, CALLED, AGAIN, RESULT, RESULT],
+            None,
+            [HELLO, turn(None, CHAT_CALL, CHAT_CALL), CHAT_RESULT, CHAT_RESULT],
         ),
         (
-            {"input": [HELLO, said("Hi."), HELLO]},
-            [HELLO, {"role": "assistant", "content": "Hi."}, HELLO],
+            [HELLO, said("One "), CALLED, said("two"), RESULT, said("three"), said("four", phase="final")],
+            None,
+            [HELLO, turn("One ", CHAT_CALL), turn("two"), CHAT_RESULT, turn("three"), turn("four")],
         ),
         (
-            {"input": [HELLO, THOUGHT, said("Look:"), CALLED, RESULT]},
+            [HELLO, said("One"), CALLED, said("two"), CALLED, said("three"), RESULT],
+            None,
+            [HELLO, turn("One", CHAT_CALL), turn("two", CHAT_CALL), turn("three"), CHAT_RESULT],
+        ),
+        ([HELLO, CALLED, said("two"), RESULT], None, [HELLO, turn("", CHAT_CALL), turn("two"), CHAT_RESULT]),
+        (
+            [HELLO, THOUGHT, CALLED, RESULT, THOUGHT, said("Fine.")],
+            None,
             [
                 HELLO,
-                {"role": "assistant", "content": "Look:", "reasoning_content": "Hm.", "tool_calls": [CHAT_CALL]},
+                turn("", CHAT_CALL, reasoning_content="Hm."),
                 CHAT_RESULT,
+                turn("Fine.", reasoning_content="Hm."),
             ],
         ),
         (
-            {"input": [HELLO, CALLED, {**CALLED, "id": "fc_1", "status": "completed"}, RESULT, RESULT]},
-            [
-                HELLO,
-                {"role": "assistant", "content": None, "tool_calls": [CHAT_CALL, CHAT_CALL]},
-                CHAT_RESULT,
-                CHAT_RESULT,
-            ],
+            [HELLO, said("Fine."), THOUGHT, said("No.")],
+            None,
+            [HELLO, turn("Fine."), turn("No.", reasoning_content="Hm.")],
         ),
+        ([HELLO, SUMMARY, said("Hi.")], None, [HELLO, turn("Hi.", reasoning_content="Hm.")]),
         (
-            {"input": [HELLO, said("One "), CALLED, said("two"), RESULT, said("three"), said("four", phase="final")]},
-            [
-                HELLO,
-                {"role": "assistant", "content": "One ", "tool_calls": [CHAT_CALL]},
-                {"role": "assistant", "content": "two"},
-                CHAT_RESULT,
-                {"role": "assistant", "content": "three"},
-                {"role": "assistant", "content": "four"},
-            ],
-        ),
-        (
-            {"input": [HELLO, said("One"), CALLED, said("two"), CALLED, said("three"), RESULT]},
-            [
-                HELLO,
-                {"role": "assistant", "content": "One", "tool_calls": [CHAT_CALL]},
-                {"role": "assistant", "content": "two", "tool_calls": [CHAT_CALL]},
-                {"role": "assistant", "content": "three"},
-                CHAT_RESULT,
-            ],
-        ),
-        (
-            {"input": [HELLO, CALLED, said("two"), RESULT]},
-            [
-                HELLO,
-                {"role": "assistant", "content": "", "tool_calls": [CHAT_CALL]},
-                {"role": "assistant", "content": "two"},
-                CHAT_RESULT,
-            ],
-        ),
-        ({"input": "hello", "instructions": ""}, [HELLO]),
-        ({"input": [HELLO] * 80, "instructions": "x"}, [{"role": "system", "content": "x"}, *[HELLO] * 80]),
-        (
-            {"input": [HELLO, THOUGHT, CALLED, RESULT, THOUGHT, said("Fine.")]},
-            [
-                HELLO,
-                {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [CHAT_CALL]},
-                CHAT_RESULT,
-                {"role": "assistant", "content": "Fine.", "reasoning_content": "Hm."},
-            ],
-        ),
-        (
-            {"input": [HELLO, said("Fine."), THOUGHT, said("No.")]},
-            [
-                HELLO,
-                {"role": "assistant", "content": "Fine."},
-                {"role": "assistant", "content": "No.", "reasoning_content": "Hm."},
-            ],
-        ),
-        (
-            {
-                "input": [
-                    HELLO,
-                    {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]},
-                    said("Hi."),
-                ]
-            },
-            [HELLO, {"role": "assistant", "content": "Hi.", "reasoning_content": "Hm."}],
-        ),
-        (
-            {"input": [HELLO, CALLED, {**RESULT, "output": [{"type": "input_text", "text": "sunny"}]}]},
-            [HELLO, {"role": "assistant", "content": None, "tool_calls": [CHAT_CALL]}, CHAT_RESULT],
+            [HELLO, CALLED, {**RESULT, "output": [{"type": "input_text", "text": "sunny"}]}],
+            None,
+            [HELLO, turn(None, CHAT_CALL), CHAT_RESULT],
         ),
     ],
 )
-def test_items_make_the_prompt_that_chat_makes_of_the_same_conversation(server, fields, messages):
+def test_items_make_the_prompt_that_chat_makes_of_the_same_conversation(server, items, instructions, messages):
+    fields = {"input": items} | ({} if instructions is None else {"instructions": instructions})
     ours = submitted(server, PATH, {"model": "tiny", "seed": 1, **fields})
     chats = submitted(server, "/v1/chat/completions", {"model": "tiny", "seed": 1, "messages": messages})
     assert ours == chats
@@ -150,20 +121,12 @@ def test_items_make_the_prompt_that_chat_makes_of_the_same_conversation(server, 
 @pytest.mark.parametrize(
     ("fields", "of_chat"),
     [
-        ({"tools": [{"type": "function", **TOOL}]}, {"tools": [{"type": "function", "function": TOOL}]}),
-        ({"tools": [{"type": "function", **TOOL}], "tool_choice": "none"}, {}),
+        (OFFER, CHAT_OFFER),
+        (OFFER | {"tool_choice": "none"}, {}),
+        (NO_THINKING | OFFER | {"tool_choice": "required"}, NO_THINKING | CHAT_OFFER | {"tool_choice": "required"}),
         (
-            NO_THINKING | {"tools": [{"type": "function", **TOOL}], "tool_choice": "required"},
-            NO_THINKING | {"tools": [{"type": "function", "function": TOOL}], "tool_choice": "required"},
-        ),
-        (
-            NO_THINKING
-            | {"tools": [{"type": "function", **TOOL}], "tool_choice": {"type": "function", "name": "weather"}},
-            NO_THINKING
-            | {
-                "tools": [{"type": "function", "function": TOOL}],
-                "tool_choice": {"type": "function", "function": {"name": "weather"}},
-            },
+            NO_THINKING | OFFER | {"tool_choice": {"type": "function", "name": "weather"}},
+            NO_THINKING | CHAT_OFFER | {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
         ),
         ({"max_output_tokens": 7}, {"max_completion_tokens": 7}),
         ({"temperature": 0.3, "top_p": 0.4}, {"temperature": 0.3, "top_p": 0.4}),
@@ -277,10 +240,7 @@ def asked(*items: Any) -> dict[str, Any]:
         (asked(*[CALLED] * 257), "input.257"),
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
-        (
-            {"tools": [{"type": "function", **TOOL}], "tool_choice": {"type": "function", "name": "g"}},
-            "tool_choice.name",
-        ),
+        (OFFER | {"tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": "0"}, "temperature"),
         ({"stop_token_ids": [512]}, "stop_token_ids.0"),
@@ -299,14 +259,11 @@ def test_a_wrong_value_is_named_by_its_dotted_path(server, fields, param):
     assert error["param"] == param and "messages" not in error["message"]
 
 
-EVIL = {"tools": [{"type": "function", **TOOL}]}
-
-
 @pytest.mark.parametrize(
     "name", ["messages.99", "messages.0", "max_tokens", "tool_choice.function.name", "`max_tokens`"]
 )
 def test_names_of_the_client_stay_as_they_are_in_an_error(server, name):
-    fields = EVIL | {"tool_choice": {"type": "function", "name": name}}
+    fields = OFFER | {"tool_choice": {"type": "function", "name": name}}
     error = error_of(server.http.post(PATH, json=ASK | fields), 400)
     assert error["param"] == "tool_choice.name"
     assert error["message"] == f"`tool_choice.name` is `{name}`, which is none of the `tools`."

@@ -185,15 +185,7 @@ def test_min_tokens_above_what_is_made_at_most_is_refused_and_nothing_is_sent(se
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("min_tokens", "expected"),
-    [
-        (None, ""),
-        (2, ""),
-        (3, "END a"),
-        (6, "END a"),
-        (7, "END and "),
-        (11, "END and END a"),
-        (15, "END and END and"),
-    ],
+    [(None, ""), (2, ""), (3, "END a"), (6, "END a"), (7, "END and "), (11, "END and END a"), (15, "END and END and")],
 )
 @pytest.mark.parametrize("width", [1, 4, 15])
 def test_no_stop_string_is_complete_before_min_tokens(server, stream, min_tokens, expected, width):

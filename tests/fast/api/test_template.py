@@ -1,6 +1,7 @@
 """Requests and settings pass only permitted arguments to the chat template."""
 
 import threading
+from itertools import product
 
 import pytest
 
@@ -13,12 +14,7 @@ SERVED = {"template": QWEN}
 
 @pytest.mark.parametrize(
     ("kwargs", "end"),
-    [
-        (None, TURN),
-        ({}, TURN),
-        ({"enable_thinking": True}, TURN),
-        ({"enable_thinking": False}, TURN + NO_THINKING),
-    ],
+    [(None, TURN), ({}, TURN), ({"enable_thinking": True}, TURN), ({"enable_thinking": False}, TURN + NO_THINKING)],
 )
 def test_chat_template_kwargs_reach_the_template(server, kwargs, end):
     assert prompt_of(server, chat_template_kwargs=kwargs) == HEAD + end
@@ -37,30 +33,17 @@ def test_an_unknown_name_that_says_nothing_changes_nothing(server, name, value):
     assert prompt_of(server, chat_template_kwargs={name: value}) == HEAD + TURN
 
 
-@pytest.mark.parametrize("value", ["no", 5, [True]])
-def test_chat_template_kwargs_must_be_an_object(server, value):
-    assert refusal(server, chat_template_kwargs=value)["param"] == "chat_template_kwargs"
-
-
 def test_what_the_server_says_to_the_template_holds_until_a_request_says_otherwise(start):
     server = start(default_chat_template_kwargs={"enable_thinking": False})
     assert prompt_of(server) == HEAD + TURN + NO_THINKING
     assert prompt_of(server, chat_template_kwargs={}) == HEAD + TURN + NO_THINKING
+    assert prompt_of(server, chat_template_kwargs={"enable_thinking": None}) == HEAD + TURN + NO_THINKING
     assert prompt_of(server, chat_template_kwargs={"enable_thinking": False}) == HEAD + TURN + NO_THINKING
     assert prompt_of(server, chat_template_kwargs={"enable_thinking": True}) == HEAD + TURN
 
 
-def test_a_null_says_nothing_so_the_servers_own_value_stays(start):
-    server = start(default_chat_template_kwargs={"enable_thinking": False})
-    assert prompt_of(server, chat_template_kwargs={"enable_thinking": None}) == HEAD + TURN + NO_THINKING
-
-
 def test_a_servers_own_name_that_the_template_does_not_know_refuses_no_request(start):
     assert prompt_of(start(default_chat_template_kwargs={"thinking": True})) == HEAD + TURN
-
-
-def test_the_names_that_may_be_set_are_those_that_the_template_reads_and_the_server_does_not_set(server):
-    assert server.tokenizer.chat_template.switches == ["enable_thinking"]
 
 
 @pytest.mark.parametrize(("value", "end"), [(True, TURN), (None, TURN), (False, "")])
@@ -68,32 +51,29 @@ def test_the_assistants_turn_is_opened_unless_add_generation_prompt_is_false(ser
     assert prompt_of(server, add_generation_prompt=value) == HEAD + end
 
 
-@pytest.mark.parametrize("text", ["Once upon a", "Once upon a ", "a\n", " ", "<|im_end|>", "é漢", "</think>"])
+SAME = {"role": "assistant", "content": "same"}
+PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two "}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "end"),
+    [
+        *(
+            ({"content": text}, text)
+            for text in ("Once upon a", "Once upon a ", "a\n", " ", "<|im_end|>", "é漢", "</think>")
+        ),
+        ({"content": PARTS}, "one\ntwo "),
+        ({"content": "So ", "reasoning_content": "hm"}, "<think>\nhm\n</think>\n\nSo "),
+        (SAME, "same"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("add_generation_prompt", [None, False])
-def test_a_continued_message_ends_the_prompt_exactly(server, text, add_generation_prompt):
-    messages = [HELLO, {"role": "assistant", "content": text}]
-    prompt = prompt_of(
-        server, messages=messages, continue_final_message=True, add_generation_prompt=add_generation_prompt
-    )
-    assert prompt == HEAD + TURN + text
-
-
-def test_a_message_of_parts_can_be_continued(server):
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two "}]
-    messages = [HELLO, {"role": "assistant", "content": parts}]
-    assert prompt_of(server, messages=messages, continue_final_message=True) == HEAD + TURN + "one\ntwo "
-
-
-def test_only_the_final_message_is_continued_when_an_earlier_one_reads_the_same(server):
-    said = {"role": "assistant", "content": "same"}
-    prompt = prompt_of(server, messages=[said, HELLO, said], continue_final_message=True)
-    assert prompt == f"{TURN}same<|im_end|>\n{HEAD}{TURN}same"
-
-
-def test_a_continued_message_that_has_thought_goes_on_behind_its_thoughts(server):
-    said = {"role": "assistant", "content": "So ", "reasoning_content": "hm"}
-    prompt = prompt_of(server, messages=[HELLO, said], continue_final_message=True)
-    assert prompt == f"{HEAD}{TURN}<think>\nhm\n</think>\n\nSo "
+def test_a_continued_message_ends_the_prompt_exactly(server, fields, end, add_generation_prompt):
+    """Only the final one is continued, although an earlier one may read the same."""
+    options = {"continue_final_message": True, "add_generation_prompt": add_generation_prompt}
+    prompt = prompt_of(server, messages=[SAME, HELLO, {"role": "assistant"} | fields], **options)
+    assert prompt == f"{TURN}same<|im_end|>\n{HEAD}{TURN}{end}"
 
 
 def test_the_answer_to_a_continued_message_is_what_is_new(server):
@@ -136,9 +116,14 @@ def test_a_template_that_leaves_the_final_message_out_cannot_continue_it(start):
     assert "cannot be continued" in refusal(server, messages=messages, continue_final_message=True)["message"]
 
 
-@pytest.mark.parametrize("field", ["add_generation_prompt", "continue_final_message"])
-@pytest.mark.parametrize("value", ["yes", 1])
-def test_switches_are_true_or_false(server, field, value):
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *product(("add_generation_prompt", "continue_final_message"), ("yes", 1)),
+        *product(("chat_template_kwargs",), ("no", 5, [True])),
+    ],
+)
+def test_switches_are_true_or_false_and_arguments_are_an_object(server, field, value):
     assert refusal(server, **{field: value})["param"] == field
 
 

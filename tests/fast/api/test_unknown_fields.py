@@ -9,11 +9,7 @@ import pytest
 from tests.fast.api.errors import CHAT, TEXT
 from tests.fast.api.served import Server
 
-PATHS = {
-    "/v1/chat/completions": CHAT,
-    "/v1/completions": TEXT,
-    "/v1/responses": {"input": "hi"},
-}
+PATHS = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT, "/v1/responses": {"input": "hi"}}
 
 
 def warnings(server: Server, path: str, *, stream: bool = False, **fields: Any) -> list[dict[str, str]]:

@@ -218,10 +218,7 @@ def test_a_report_that_is_ended_leaves_no_process_on_the_device(tmp_path: Path, 
         f"sys.exit(runner.report('cuda', Path({str(tmp_path)!r}), {{'speeds': hangs}}, name='gpu-report'))\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", program],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True
     )
     assert process.stderr is not None
     child = next(int(line) for line in process.stderr if line.strip().isdigit())

@@ -131,11 +131,7 @@ def test_rope_theta_is_read_from_either_place(pair, target, dialect):
 
 @pytest.mark.parametrize(
     "dialect",
-    [
-        {"shards": 3},
-        {"draft_prefix": "model."},
-        {"block_size_in": "dflash_config", "rope_dialect": "rope_parameters"},
-    ],
+    [{"shards": 3}, {"draft_prefix": "model."}, {"block_size_in": "dflash_config", "rope_dialect": "rope_parameters"}],
     ids=str,
 )
 def test_every_dialect_of_files_drafts_the_same(tmp_path, pair, dialect):
@@ -255,10 +251,7 @@ MISFITS: list[tuple[Json, str]] = [
     ({"dflash_config.target_layer_ids": "1,2"}, "target_layer_ids"),
     ({"dflash_config.target_layer_ids": []}, r"target_layer_ids must be a list .*\[\]"),
     ({"dflash_config.target_layer_ids": [1.0, 2.0]}, "target_layer_ids"),
-    (
-        {"dflash_config.target_layer_ids": NO},
-        "config.json names no target_layer_ids, and .* 4 layers",
-    ),
+    ({"dflash_config.target_layer_ids": NO}, "config.json names no target_layer_ids, and .* 4 layers"),
     ({"dflash_config.mask_token_id": 97}, "mask_token_id .*97"),
     ({"dflash_config.mask_token_id": -1}, "mask_token_id .*97"),
     ({"dflash_config.mask_token_id": NO}, "config.json names no mask_token_id, and no mask_token"),
@@ -359,10 +352,7 @@ def test_a_bias_that_the_config_leaves_out_is_told_with_its_key(own):
         build(own)
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    ["layers__0__gate__weight", "fc__bias", *VARIANT_TENSORS],
-)
+@pytest.mark.parametrize("tensor", ["layers__0__gate__weight", "fc__bias", *VARIANT_TENSORS])
 def test_a_draft_with_tensors_of_another_variant_is_refused_before_any_weight_is_read(own, tensor):
     """Run without them it would say the right text, and lose its acceptance silently."""
     edit(own.draft, **{tensor: torch.zeros(4)})

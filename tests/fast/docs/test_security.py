@@ -19,6 +19,8 @@ RUNS_DATA = re.compile(
     r"|.*\.(recv_pyobj|send_pyobj|recv_serialized)|np\.load|numpy\.load|os\.(system|popen)"
 )
 WALL_CLOCK = re.compile(r"time\.(time|time_ns)|(datetime\.)*(now|utcnow|today)")
+PLUG_INS = ("engine/cpu/", "engine/cuda/", "engine/npu/")
+NAMES_A_DEVICE = re.compile(r"device(\.|_)type\s*(==|!=|in\b|not in\b)")
 SAYS_WHEN = {
     "engine_client/kv_events.py": 1,
     "api/tracing.py": 1,
@@ -115,3 +117,23 @@ def test_a_folder_whose_path_is_too_long_for_a_socket_is_passed_over(
     folder = engine_link._private_folder()
     folder.rmdir()
     assert len(str(folder)) < 80
+
+
+def test_no_module_of_the_tools_is_named_in_app() -> None:
+    """The server knows no instrument: neither by import, which a contract holds, nor as a program that it starts."""
+    for path, tree in sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert not re.fullmatch(r"tools(\.\w+)+", node.value), path
+
+
+@pytest.mark.parametrize(
+    "planted", ['if x.device.type == "cpu":', "device_type != kind", 'device.type in ("cpu", "npu")']
+)
+def test_no_file_outside_the_plug_ins_compares_the_type_of_a_device(planted: str) -> None:
+    """It asks a property of the backend, which has a reason."""
+    assert NAMES_A_DEVICE.search(planted)
+    for path in sorted(APP.rglob("*.py")):
+        name = path.relative_to(APP).as_posix()
+        found = None if name.startswith(PLUG_INS) else NAMES_A_DEVICE.search(path.read_text(encoding="utf-8"))
+        assert not found, f"{name}: {found}"
