@@ -223,16 +223,6 @@ def texts_with_flags() -> dict[str, str]:
     return files | {"docs/ascend.md": GUIDE.replace(theirs, ""), "README.md, Docker": README_SECTION}
 
 
-@pytest.mark.parametrize("name", texts_with_flags())
-def test_every_flag_exists(name: str) -> None:
-    text = texts_with_flags()[name]
-    assert flag_errors(text) == []
-    assert flag_errors(f"{text} serve --max-num-seq 8 --shutdown_timeouts=3") == [
-        "--max-num-seq",
-        "--shutdown_timeouts",
-    ]
-
-
 def test_the_arguments_of_the_manifests_are_taken_by_the_command_line() -> None:
     arguments = yaml.safe_load(MANIFEST.partition("---")[0])["spec"]["template"]["spec"]["containers"][0]["args"]
     assert arguments[0] == "serve"
@@ -266,8 +256,10 @@ def variable_errors(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", texts_with_flags())
-def test_every_variable_exists(name: str) -> None:
+def test_every_flag_and_variable_exists(name: str) -> None:
     text = texts_with_flags()[name]
+    planted = f"{text} serve --max-num-seq 8 --shutdown_timeouts=3"
+    assert flag_errors(text) == [] and flag_errors(planted) == ["--max-num-seq", "--shutdown_timeouts"]
     assert variable_errors(text) == []
     assert variable_errors(f"{text} DFLASH_MAX_SEQS=3") == ["DFLASH_MAX_SEQS"]
 
@@ -547,11 +539,8 @@ def test_the_entrypoint_sets_cann_up_and_becomes_the_server(entrypoint: list[str
     assert opp == "opp:0", "set_env.sh saw the server's arguments"
     assert libraries.split(":")[0] == f"{tmp_path}/Ascend/driver/lib64" and libraries.split(":")[-1] == "/base"
     assert arguments == "<serve></models/a b>"
-
-
-def test_the_entrypoint_runs_a_report_in_the_same_environment(entrypoint: list[str]) -> None:
     said = subprocess.check_output([*entrypoint, "python3", "-c", "import os; print(os.environ['ASCEND_OPP_PATH'])"])
-    assert said == b"opp:0\n"
+    assert said == b"opp:0\n", "a report has the same environment"
 
 
 def test_the_entrypoint_says_where_cann_is_missing(entrypoint: list[str], tmp_path: Path) -> None:

@@ -20,26 +20,11 @@ ORIGIN = {"Origin": "https://app.example"}
 ASK = {"model": "tiny", "prompt": "hi"}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "secret words"}]}
 CLOSED = [
-    ("GET", "/v1/models"),
-    ("GET", "/v1/models/tiny"),
-    ("HEAD", "/v1/models"),
-    ("POST", "/v1/chat/completions"),
-    ("POST", "/v1/completions"),
-    ("POST", "/tokenize"),
-    ("POST", "/detokenize"),
-    ("GET", "/version"),
-    ("GET", "/server_info"),
-    ("GET", "/get_model_info"),
-    ("GET", "/get_load"),
+    *(("GET", path) for path in "/v1/models /v1/models/tiny /version /server_info /get_model_info /get_load".split()),
+    *(("GET", path) for path in "/metrics /nothing/here //health /health/ /health/../v1/models /%2e/metrics".split()),
+    *(("POST", path) for path in "/v1/chat/completions /v1/completions /tokenize /detokenize".split()),
     ("POST", "/v1/chat/completions/render"),
-    ("GET", "/metrics"),
-    ("GET", "/nothing/here"),
-    ("GET", "//health"),
-    ("GET", "/health/"),
-    ("GET", "/health/../v1/models"),
-    ("GET", "/%2e/metrics"),
-    ("DELETE", "/v1/models"),
-    ("OPTIONS", "/v1/models"),
+    *((method, "/v1/models") for method in ("HEAD", "DELETE", "OPTIONS")),
 ]
 SERVED = {"api_key": KEYS, "allowed_origins": [ORIGIN["Origin"]]}
 

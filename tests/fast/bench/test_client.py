@@ -1,6 +1,7 @@
 """One request's stream: events however they are cut, moments exactly, failures told; and a server's counters."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from typing import Any
 
@@ -47,20 +48,18 @@ def test_the_times_of_an_answer_are_exactly_those_of_its_chunks() -> None:
     assert (answer.prompt_tokens, answer.cached_tokens, answer.tokens) == (7, 3, 6)
 
 
-def test_a_last_token_without_text_counts_for_the_time_per_token() -> None:
-    answer, *_ = asked([(11.0, event("one")), (13.0, event(reason="stop") + usage(2) + DONE)])
-    assert (answer.tpot, answer.gaps) == (2.0, [])
-
-
-def test_a_single_token_has_no_time_per_output_token() -> None:
-    answer, *_ = asked([(11.0, event("one", "length") + usage(1) + DONE)])
-    assert answer.tpot is None and answer.error is None
-
-
-def test_an_event_cut_in_two_comes_with_its_second_half() -> None:
-    whole = event("one")
-    answer, *_ = asked([(11.0, whole[:20]), (12.5, whole[20:]), (13.0, event(reason="stop") + usage(1) + DONE)])
-    assert answer.ttft == 2.5
+@pytest.mark.parametrize(
+    ("script", "ttft", "tpot"),
+    [
+        ([(11.0, event("one")), (13.0, event(reason="stop") + usage(2) + DONE)], 1.0, 2.0),
+        ([(11.0, event("one", "length") + usage(1) + DONE)], 1.0, None),
+        ([(11.0, event("one")[:20]), (12.5, event("one")[20:] + event(reason="stop") + usage(1) + DONE)], 2.5, None),
+    ],
+    ids=["last token without text", "single token", "event cut in two"],
+)
+def test_times_to_and_per_token(script: Script, ttft: float, tpot: float | None) -> None:
+    answer, *_ = asked(script)
+    assert (answer.error, answer.ttft, answer.tpot, answer.gaps) == (None, ttft, tpot, [])
 
 
 def test_completions_and_reasoning_bring_text_too() -> None:
@@ -121,6 +120,16 @@ def test_a_server_that_is_not_there_fails_the_request_and_names_no_model() -> No
         asyncio.run(first_model(nobody))
 
 
+def looked(find: Callable[[Server], Awaitable[Any]], said: str, status: int = 200) -> Any:
+    """Return what `find` makes of a server that says this."""
+
+    async def look() -> Any:
+        async with serving([(0.0, said)], status) as scripted:
+            return await find(Server("peer", scripted.url, "small"))
+
+    return asyncio.run(look())
+
+
 @pytest.mark.parametrize(
     ("status", "said", "error"),
     [
@@ -130,12 +139,8 @@ def test_a_server_that_is_not_there_fails_the_request_and_names_no_model() -> No
     ],
 )
 def test_a_server_that_names_no_model_is_an_error(status: int, said: str, error: str) -> None:
-    async def look() -> str:
-        async with serving([(0.0, said)], status) as scripted:
-            return await first_model(Server("peer", scripted.url))
-
     with pytest.raises(ServerError, match=error):
-        asyncio.run(look())
+        looked(first_model, said, status)
 
 
 @pytest.mark.parametrize(("keep_alive", "connections"), [(True, 1), (False, 3)])
@@ -151,11 +156,7 @@ def test_a_request_has_a_connection_of_its_own_if_none_is_kept(keep_alive: bool,
 
 
 def test_the_first_model_that_is_named_is_taken() -> None:
-    async def look() -> str:
-        async with serving([(0.0, '{"data": [{"id": "big"}, {"id": "small"}]}')]) as scripted:
-            return await first_model(Server("peer", scripted.url))
-
-    assert asyncio.run(look()) == "big"
+    assert looked(first_model, '{"data": [{"id": "big"}, {"id": "small"}]}') == "big"
 
 
 @pytest.mark.parametrize(
@@ -168,11 +169,7 @@ def test_the_first_model_that_is_named_is_taken() -> None:
     ],
 )
 def test_the_positions_of_a_model_are_what_its_server_tells(said: str, told: int | None) -> None:
-    async def look() -> int | None:
-        async with serving([(0.0, said)]) as scripted:
-            return await positions(Server("peer", scripted.url, "small"))
-
-    assert asyncio.run(look()) == told
+    assert looked(positions, said) == told
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
@@ -233,11 +230,7 @@ def test_vllms_counters_are_read_over_its_engines_and_without_counts_of_what_was
     assert (found.acceptance_length, found.acceptance_at) == (1 + 6 / 4, [3 / 4])
 
 
-def test_a_server_without_such_counters_has_no_drafting() -> None:
-    assert Drafting.read("sglang:num_running_reqs 1.0\n") is None
-    assert Drafting.read("") is None
-
-
-def test_without_drafts_there_is_no_acceptance_length() -> None:
+def test_without_counters_there_is_no_drafting_and_without_drafts_no_acceptance_length() -> None:
+    assert Drafting.read("sglang:num_running_reqs 1.0\n") is Drafting.read("") is None
     found = Drafting.read("dflash:spec_decode_num_drafts_total 0.0\n")
     assert found is not None and found.acceptance_length is None and found.acceptance_at == []

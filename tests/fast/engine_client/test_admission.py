@@ -19,29 +19,21 @@ def refused(admission: Admission, client_id: str, count: int) -> type[Busy] | No
 
 def test_every_permit_counts_until_its_request_has_ended_or_it_is_not_wanted() -> None:
     admission = Admission(QUEUE, max_per_client=3)
+
+    def refusals(*asked: tuple[str, int]) -> list[type[Busy] | None]:
+        return [refused(admission, client_id, count) for client_id, count in asked]
+
     for _ in range(3):  # Each round begins with every permit free.
         permits = admission.acquire("a", 3, MAX_NUM_SEQS)
-        assert (refused(admission, "a", 1), refused(admission, "b", 1), refused(admission, "b", 2)) == (
-            ClientBusy,
-            None,
-            Busy,
-        )
+        assert refusals(("a", 1), ("b", 1), ("b", 2)) == [ClientBusy, None, Busy]
         permits.use()
         permits.use()
         permits.close()
         permits.close()
-        assert (refused(admission, "a", 1), refused(admission, "a", 2), refused(admission, "b", 3)) == (
-            None,
-            ClientBusy,
-            Busy,
-        )
+        assert refusals(("a", 1), ("a", 2), ("b", 3)) == [None, ClientBusy, Busy]
         permits.release()
         permits.release()
-        assert (refused(admission, "a", 3), refused(admission, "a", 4), refused(admission, "b", 3)) == (
-            None,
-            ClientBusy,
-            None,
-        )
+        assert refusals(("a", 3), ("a", 4), ("b", 3)) == [None, ClientBusy, None]
 
 
 def test_a_refused_client_takes_no_permit() -> None:

@@ -119,36 +119,24 @@ def test_an_unusable_tokenizer_file_is_named(folder, content):
         Tokenizer(folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("generation_config.json", b'{"temperature": "hot"}'),
-        ("generation_config.json", b'{"temperature": -3}'),
-        ("generation_config.json", b'{"temperature": NaN}'),
-        ("generation_config.json", b'{"temperature": true}'),
-        ("generation_config.json", b'{"top_k": 2.5}'),
-        ("generation_config.json", b'{"top_k": -2}'),
-        ("generation_config.json", b'{"top_k": Infinity}'),
-        ("generation_config.json", b'{"top_p": 0}'),
-        ("generation_config.json", b'{"top_p": "0.9"}'),
-        ("generation_config.json", b'{"min_p": 1.5}'),
-        ("generation_config.json", b'{"repetition_penalty": 0}'),
-        ("generation_config.json", b'{"eos_token_id": "x"}'),
-        ("generation_config.json", b'{"eos_token_id": [2, -1]}'),
-        ("generation_config.json", b'{"eos_token_id": 18446744073709551616}'),
-        ("tokenizer_config.json", b'{"chat_template": 5}'),
-        ("tokenizer_config.json", b'{"chat_template": [5]}'),
-        ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}'),
-        ("tokenizer_config.json", b'{"chat_template": "{% if %}"}'),
-        ("tokenizer_config.json", b'{"eos_token": {"text": "x"}}'),
-        ("chat_template.json", b"[1]"),
-        ("chat_template.json", b"{"),
-        ("tokenizer_config.json", b"{"),
-        ("generation_config.json", b"{"),
-        ("config.json", b"{"),
-        ("chat_template.jinja", b"\xff\xfe"),
+WRONG = {
+    "generation_config.json": [
+        *(b'{"temperature": "hot"}', b'{"temperature": -3}', b'{"temperature": NaN}', b'{"temperature": true}'),
+        *(b'{"top_k": 2.5}', b'{"top_k": -2}', b'{"top_k": Infinity}', b'{"top_p": 0}', b'{"top_p": "0.9"}'),
+        *(b'{"min_p": 1.5}', b'{"repetition_penalty": 0}', b'{"eos_token_id": "x"}', b'{"eos_token_id": [2, -1]}'),
+        *(b'{"eos_token_id": 18446744073709551616}', b"{"),
     ],
-)
+    "tokenizer_config.json": [
+        *(b'{"chat_template": 5}', b'{"chat_template": [5]}', b'{"chat_template": [{"name": "default"}]}'),
+        *(b'{"chat_template": "{% if %}"}', b'{"eos_token": {"text": "x"}}', b"{"),
+    ],
+    "config.json": [b"{"],
+    "chat_template.json": [b"[1]", b"{"],
+    "chat_template.jinja": [b"\xff\xfe"],
+}
+
+
+@pytest.mark.parametrize(("name", "content"), [(name, content) for name, all_ in WRONG.items() for content in all_])
 def test_a_file_with_a_wrong_value_is_named(folder, name, content):
     (folder / name).write_bytes(content)
     with pytest.raises(ConfigError, match=re.escape(name)):
