@@ -106,7 +106,7 @@ def graph_parts_of(model: str, concurrency: int, device: str, context: int, repl
 def staircase(stairs: Stairs, model: str) -> Result:
     """Time every target graph. The table is the staircase that `--verify auto` decides by."""
     engine, runner, cases = stairs.engine, stairs.runner, list[Result]()
-    for seqs, rows in stairs.graphs.sizes.targets:
+    for seqs, rows in reversed(stairs.graphs.target_graphs):
         whole = max(1, rows // engine.sizes.block_size)
         count = min(seqs, rows) if rows % min(seqs, rows) == 0 else min(seqs, whole)
         width = rows // count
@@ -134,7 +134,7 @@ def pool_mb(backend: Backend) -> float | None:
 def of_drafts(stairs: Stairs, model: str) -> Result:
     """Time every draft graph: the blocks, the head and the choices."""
     cases = list[Result]()
-    for blocks, width in stairs.graphs.sizes.drafts:
+    for blocks, width in reversed(stairs.graphs.draft_graphs):
         inputs = stairs.inputs(blocks, width).draft
         assert inputs is not None
         stairs.graphs.draft(inputs)

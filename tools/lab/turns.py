@@ -109,15 +109,15 @@ def changed_attention(backend: Any, change: Callable[[Any], dict[str, Any]]) -> 
 
 def captured(engine: Engine, own: ModelRunner, concurrency: int) -> ModelRunner:
     """Return a runner with graphs of their own for steps in which `concurrency` sequences verify whole blocks."""
-    assert own.padded_to
-    sizes, block = own.padded_to, engine.sizes.block_size
+    assert own.layout.graphs
+    sizes, block = own.layout.graphs, engine.sizes.block_size
     most = sizes.target(concurrency, concurrency * block)
     wide = [(seqs, rows) for seqs, rows in sizes.targets if concurrency * block < 2 * rows <= 2 * most[1]]
     targets = [size for size in wide if size[0] == most[0]]
     graphs = StepGraphs(
         own.forward,
         own.layout,
-        sizes.captured(targets, [sizes.draft(concurrency, block)]),
+        replace(sizes, targets=targets, drafts=[sizes.draft(concurrency, block)]),
         pages=max(engine.sizes.pages_per_sequence, engine.sizes.scratch_pages),
         on_graph=lambda done, total: None,
     )

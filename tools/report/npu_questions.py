@@ -268,10 +268,12 @@ def updates(backend: Backend, extent: Extent) -> Result:
 def captures(backend: Backend, extent: Extent) -> Result:
     """Capture graphs of the demo pair: three widths of target and two of draft for each number of sequences."""
     seqs = max(1, extent.graphs // 5)
+    counts = range(1, seqs + 1)
     core = demo_engine(
         str(backend.device), "bfloat16", enforce_eager=True, max_num_seqs=seqs, max_num_batched_tokens=16 * seqs + 1
     )
-    sizes = GraphSizes(tuple(range(1, seqs + 1)), (1, 8, 16), spare=1)
+    targets = [(n, n * width + 1) for n in counts for width in (1, 8, 16)]
+    sizes = GraphSizes(targets, [(n, width) for n in counts for width in (8, 16)], block_size=16, spare=1)
     captured: list[int] = []
     end: Result = {}
     try:

@@ -182,22 +182,24 @@ class CpuBackend(TorchBackend):
         kv.v.view(-1, *v_thd.shape[1:]).index_copy_(0, slot_mapping, v_thd)
 
     def verify(
-        self, choices: Tensor, drafts: Tensor | None, logits_start: Tensor, num_drafts: Tensor, draft_index: Tensor
+        self,
+        choices: Tensor,
+        drafts: Tensor | None,
+        logits_start: Tensor,
+        num_drafts: Tensor,
+        draft_index: Tensor,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Return `Backend.verify`, computed in NumPy, because its calls cost less (tools/lab/NOTES.md)."""
-        own, rows = choices.numpy(), logits_start.numpy()
-        if drafts is None:
-            out = np.zeros((len(rows), 2), dtype=own.dtype)
-            out[:, 0] = own[rows]
-            return torch.from_numpy(out)
-        limits, drafted = num_drafts.numpy()[:, None], drafts.numpy()[draft_index.numpy()]
-        column = np.arange(drafted.shape[1] + 1)
-        tokens = own[rows[:, None] + np.minimum(column, limits)]
-        kept = (tokens[:, :-1] == drafted) & (column[1:] <= limits)
-        out = np.empty((len(rows), len(column) + 1), dtype=own.dtype)
-        out[:, :-1] = tokens
-        out[:, -1] = np.where(kept.all(axis=1), len(column) - 1, kept.argmin(axis=1))
-        return torch.from_numpy(out)
+        own, rows, columns = choices.numpy(), logits_start.numpy(), 0 if drafts is None else drafts.shape[1]
+        out = choices.new_zeros(len(rows), columns + 2) if out is None else out
+        limits, found = num_drafts.numpy()[:, None], out.numpy()
+        column = np.arange(columns + 1)
+        found[:, :-1] = tokens = own[rows[:, None] + np.minimum(column, limits)]
+        if drafts is not None:
+            kept = (tokens[:, :-1] == drafts.numpy()[draft_index.numpy()]) & (column[1:] <= limits)
+            found[:, -1] = np.where(kept.all(axis=1), columns, kept.argmin(axis=1))
+        return out
 
     def retain_allocator_memory(self) -> None:
         """Let glibc keep large freed blocks. Without effect on other allocators.

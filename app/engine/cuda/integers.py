@@ -69,26 +69,21 @@ def embed(
 
 
 def verify(
-    choices: Tensor, drafts: Tensor | None, logits_start: Tensor, num_drafts: Tensor, draft_index: Tensor
+    choices: Tensor,
+    drafts: Tensor | None,
+    logits_start: Tensor,
+    num_drafts: Tensor,
+    draft_index: Tensor,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return `engine.verify.verify`."""
     num_seqs, width = len(logits_start), 1 if drafts is None else drafts.shape[1] + 1
-    out = torch.empty(num_seqs, width + 1, dtype=choices.dtype, device=choices.device)
+    out = choices.new_empty(num_seqs, width + 1) if out is None else out
     if num_seqs == 0:  # All rows belong to chunks that do not end their prompt.
         return out
     seqs = items_per_program(num_seqs, on_gpu=1)
-    accept[triton.cdiv(num_seqs, seqs),](
-        choices,
-        choices if drafts is None else drafts,
-        logits_start,
-        num_drafts,
-        draft_index,
-        out,
-        num_seqs,
-        WIDTH=width,
-        SEQS=seqs,
-        num_warps=1,
-    )
+    operands = (choices, choices if drafts is None else drafts, logits_start, num_drafts, draft_index, out)
+    accept[triton.cdiv(num_seqs, seqs),](*operands, num_seqs, WIDTH=width, SEQS=seqs, num_warps=1)
     return out
 
 

@@ -336,11 +336,7 @@ class Backend(ABC):
         in_page = positions - page * page_size
         return positions, torch.add(in_page, page_table[seq_ids, page], alpha=page_size)
 
-    def verify(
-        self, choices: Tensor, drafts: Tensor | None, logits_start: Tensor, num_drafts: Tensor, draft_index: Tensor
-    ) -> Tensor:
-        """Return `engine.verify.verify` of the same arguments."""
-        return verify(choices, drafts, logits_start, num_drafts, draft_index)
+    verify = staticmethod(verify)
 
     def advance_by_accepted(
         self,

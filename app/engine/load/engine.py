@@ -292,7 +292,7 @@ def _warm(loaded: Loaded, on_progress: Progress) -> Engine:
     config, sizes, backend = plan.config, plan.sizes, runner.backend
     # A step may be launched before the last one is read if all of it comes from graphs, with lengths from the device.
     graphs = runner.graphs if not backend.lengths_on_host else None
-    overlap = graphs is not None and (graphs.has_draft or runner.forward.drafter is None)
+    overlap = graphs is not None and (bool(graphs.draft_graphs) or runner.forward.drafter is None)
 
     def core(policy: Policy) -> EngineCore:
         scheduler = Scheduler(

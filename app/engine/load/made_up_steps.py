@@ -118,7 +118,7 @@ def measure_costs(
     seqs = sorted({*(1 << i for i in range(sizes.max_num_seqs.bit_length())), sizes.max_num_seqs})
     seqs = [n for n in seqs if n <= sizes.max_num_seqs and pages_of(n, sizes) <= num_pages]
     ends = (seqs[0], seqs[-1])
-    widths = sorted({width for _, width in runner.padded_to.drafts}) if runner.padded_to else []
+    widths = sorted({width for _, width in runner.layout.graphs.drafts}) if runner.layout.graphs else []
     times: dict[Shape, float] = {}
     begun = time.perf_counter()
     for done in range(_ROUNDS):
@@ -133,7 +133,7 @@ def measure_costs(
                     times[shape] = min(ms, times.get(shape, ms))
     on_progress(MAX_SECONDS, MAX_SECONDS)
     wanted = [shape for n in seqs if n in ends or Shape(n) in times for shape in shapes(n, sizes.block_size, widths)]
-    return CostTable({shape: _expected_ms(shape, times) for shape in wanted}, runner.padded_to)
+    return CostTable({shape: _expected_ms(shape, times) for shape in wanted}, runner.layout.graphs)
 
 
 def _expected_ms(shape: Shape, times: Mapping[Shape, float]) -> float:

@@ -1,7 +1,7 @@
 """The two forwards of a step, on tensors of one packed copy. The same code runs eagerly and is captured in graphs."""
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -28,7 +28,7 @@ Inputs = TypeVar("Inputs", DraftInputs[Any], TargetInputs[Any])
 class OnDevice(Generic[Inputs]):
     """The inputs of a forward as tensors, in memory that `packed` writes, and the metadata of their groups.
 
-    Attention has yet to be planned. All its groups are for the layers of `decoder`.
+    All groups are for the layers of `decoder`.
     """
 
     inputs: Inputs
@@ -94,7 +94,7 @@ class Forward:
         self.row_numbers = torch.arange(max_rows, dtype=torch.int32, device=backend.device)
 
     def on_device(self, inputs: Inputs) -> OnDevice[Inputs]:
-        """Return `inputs` as tensors, after one copy."""
+        """Return `inputs` as tensors, after one copy, with their attention planned."""
         packed = Packed(arrays(inputs), self.backend)
         tensors = with_arrays(inputs, lambda name, _: packed.tensors[name])
         metas = [
@@ -102,25 +102,25 @@ class Forward:
                 group.query_start_loc,
                 group.seq_lens,
                 group.page_table,
-                list(group.query_lens),
-                list(group.host_seq_lens),
+                group.query_lens,
+                group.host_seq_lens,
                 self._page_size,
             )
             for group in tensors.groups
         ]
         decoder = self._drafter.decoder if isinstance(inputs, DraftInputs) else self.target.config
-        return OnDevice(tensors, metas, packed, decoder)
+        found = OnDevice(tensors, metas, packed, decoder)
+        self.plan(found, inputs)
+        return found
 
     def plan(self, tensors: OnDevice[Inputs], inputs: Inputs) -> None:
-        """Plan attention for the host's lengths of `inputs`, after their arrays were sent.
+        """Plan attention for the host's lengths of `inputs`, once for all layers of a mask.
 
-        Layers of a mask share a plan. The lengths in the meta itself stay as they were made. In a graph they are those
-        of the capture.
+        The lengths in the meta itself stay as they were made. In a graph they are those of the capture.
         """
         heads_per_kv = tensors.decoder.num_heads // tensors.decoder.num_kv_heads
         for meta, group in zip(tensors.metas, inputs.groups, strict=True):
-            lengths = group.query_lens, group.host_seq_lens
-            planned = AttentionMetadata(meta.query_start_loc, meta.seq_lens, meta.page_table, *lengths, meta.page_size)
+            planned = replace(meta, query_lens=group.query_lens, host_seq_lens=group.host_seq_lens)
             for mask in dict.fromkeys(tensors.decoder.masks):
                 meta.plans[mask] = self.backend.plan_attention(planned, mask, heads_per_kv)
 
@@ -140,7 +140,8 @@ class Forward:
         """
         token_ids = tensors.inputs.token_ids
         if drafts is not None:
-            token_ids = torch.cat((token_ids, drafts.flatten().to(torch.int32)))[tensors.inputs.token_source]
+            token_ids = torch.cat((token_ids, drafts.flatten().to(torch.int32)))
+            token_ids = token_ids.index_select(0, tensors.inputs.token_source)
         out = self.run_target(token_ids, tensors, greedy=not draws)
         if self.drafter is not None and out.features is not None:
             rotation = out.rotation if self.drafter.rotary is self.rotary else None
@@ -164,9 +165,11 @@ class Forward:
             hidden = hidden[inputs.logits_indices]
         return TargetOutput(hidden, None, features, positions, slot_mapping, rows.rotation)
 
-    def verify(self, inputs: TargetInputs[Tensor], choices: Tensor, drafts: Tensor | None) -> Tensor:
+    def verify(
+        self, inputs: TargetInputs[Tensor], choices: Tensor, drafts: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
         """Return `engine.verify.verify` of the choices [R] and drafts [D, columns]."""
-        return self.backend.verify(choices, drafts, inputs.logits_start, inputs.num_drafts, inputs.draft_index)
+        return self.backend.verify(choices, drafts, inputs.logits_start, inputs.num_drafts, inputs.draft_index, out)
 
     @property
     def _drafter(self) -> DFlashDrafter:

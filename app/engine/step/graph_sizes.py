@@ -1,8 +1,6 @@
 """Sizes of decode steps that are captured in graphs, and the size that a step is padded to. No torch."""
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 from app.engine.errors import UnsupportedError
 
@@ -15,55 +13,24 @@ FEW_SEQS = 8
 Size = tuple[int, int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class GraphSizes:
-    """A target graph for each of `seqs` with each mean width of `widths`, and a draft graph with each width above 1.
+    """Sizes of graphs, ascending: `targets` by (sequences, rows), and `drafts` by (blocks, width).
 
-    All ascend. The largest are all sequences and the whole block, so every step has a size to round up to. Every graph
-    has at least `spare` padding rows, because attention on an NPU does not accept a sequence without rows. Up to `few`
-    sequences, or draft blocks, only width 1 and the whole block are captured.
-
-    With `totals` the target's graphs are of one row a sequence, and of these numbers of rows, which sequences share in
-    any way. Then a sequence may have no rows, and there is no `spare`. Steps of sizes that are `missing` among the
-    targets or the drafts, because they could not be captured, are padded to larger ones.
+    The last ones are all sequences and the whole block, so every step has a size to round up to. Where attention takes
+    sequences without rows, there is no `spare` row, and sequences share a target's rows in any way. Elsewhere each has
+    one at least, and so has a sequence of padding.
     """
 
-    seqs: tuple[int, ...]
-    widths: tuple[int, ...]
+    targets: list[Size]
+    drafts: list[Size]
+    block_size: int
     spare: int
-    few: int = 0
-    totals: tuple[int, ...] = ()
-    draft_graphs: bool = True
-    missing: tuple[frozenset[Size], frozenset[Size]] = (frozenset(), frozenset())
 
-    @cached_property
-    def targets(self) -> list[Size]:
-        """Return (sequences, rows) of the target's graphs, ascending; with `totals` by rows.
-
-        Sequences that share rows have one each at least, and one of them two: a step of T rows has fewer than T.
-        A single sequence has its own graph for a block, because tiles without work are launched too.
-        """
-        if self.totals:
-            plain = {(n, n) for n in self.seqs if 1 in self.widths}
-            shared = {(min(self.seqs[-1], total - 1), total) for total in self.totals}
-            single = {(1, total) for total in self.totals[:1] if total == self.block_size}
-            sizes = sorted(plain | shared | single, key=lambda size: (size[1], size[0] != size[1], size[0]))
-        else:
-            sizes = [(seqs, self.rows(seqs, width)) for seqs in self.seqs for width in self._widths_of(seqs)]
-        return [size for size in sizes if size not in self.missing[0]]
-
-    @cached_property
-    def drafts(self) -> list[Size]:
-        """Return (blocks, width) of the draft's graphs, ascending."""
-        blocks = self.seqs if self.draft_graphs else ()
-        sizes = [(count, width) for count in blocks for width in self._widths_of(count) if width > 1]
-        return [size for size in sizes if size not in self.missing[1]]
-
-    def captured(self, targets: Collection[Size], drafts: Collection[Size]) -> "GraphSizes":
-        """Return these sizes, of which no others than `targets` and `drafts` could be captured."""
-        return replace(
-            self, missing=(frozenset(self.targets).difference(targets), frozenset(self.drafts).difference(drafts))
-        )
+    @property
+    def max_rows(self) -> int:
+        """Return the rows of the largest graph. While it is captured, every row is padding."""
+        return self.targets[-1][1]
 
     def draft(self, num_blocks: int, width: int) -> Size:
         """Return (blocks, width) that the draft is padded to."""
@@ -80,7 +47,7 @@ class GraphSizes:
     def padding_rows(self, seqs: int, rows: int) -> int:
         """Return the rows of each missing sequence of a target graph, but for the last one's: 1, or 0 if rows are
         shared."""
-        return 0 if self.totals and rows > seqs else 1
+        return 1 if self.spare or rows == seqs else 0
 
     def target_passes(self, num_seqs: int) -> list[Size]:
         """Return (sequences, drafts) of the passes that steps of `num_seqs` are padded to, by drafts, which ascend.
@@ -97,22 +64,7 @@ class GraphSizes:
 
     def draft_passes(self, width: int) -> list[Size]:
         """Return (blocks, width) of the passes that blocks of `width` rows are padded to, by blocks, which ascend."""
-        return [self.draft(blocks, width) for blocks in self.seqs if self.drafts]
-
-    def _widths_of(self, seqs: int) -> tuple[int, ...]:
-        return tuple(dict.fromkeys((self.widths[0], self.widths[-1]))) if seqs <= self.few else self.widths
-
-    def rows(self, seqs: int, width: int) -> int:
-        return seqs * width + self.spare
-
-    @property
-    def block_size(self) -> int:
-        return self.widths[-1]
-
-    @property
-    def max_rows(self) -> int:
-        """Return the rows of the largest graph. While it is captured, every row is padding."""
-        return self.rows(self.seqs[-1], self.widths[-1])
+        return [self.draft(blocks, width) for blocks in dict.fromkeys(blocks for blocks, _ in self.drafts)]
 
 
 def settle_graph_sizes(
@@ -137,11 +89,15 @@ def settle_graph_sizes(
         widths = sorted(quarters | {-(-3 * block_size // 8), -(-3 * block_size // 4)})
         totals, coarse = (_totals(block_size, block_size * max_num_seqs, fine=fine) for fine in (True, False))
     while True:
-        sizes = GraphSizes(tuple(seqs), tuple(widths), spare, few, tuple(totals), draft_graphs)
-        if len(sizes.targets) + len(sizes.drafts) <= max_graphs:
-            return sizes
-        if len(widths) > 2 and few < min(FEW_SEQS, seqs[-1]):
-            few = next(size for size in seqs if size > few)
+        by_width = [(n, width) for n in seqs for width in widths if n > few or width in (widths[0], block_size)]
+        targets = [(n, n * width + spare) for n, width in by_width]
+        if totals:
+            targets = _shared(seqs if widths[0] == 1 else [], totals, max_num_seqs, block_size)
+        drafts = [(n, width) for n, width in by_width if width > 1 and draft_graphs]
+        if len(targets) + len(drafts) <= max_graphs:
+            return GraphSizes(targets, drafts, block_size, spare)
+        if len(widths) > 2 and few < min(FEW_SEQS, max_num_seqs):
+            few = next(n for n in seqs if n > few)
         elif len(widths) > MAX_WIDTHS:
             widths = sorted(quarters)
         elif len(totals) > len(coarse):
@@ -154,6 +110,18 @@ def settle_graph_sizes(
             totals = totals[-1:]
         else:
             widths.pop(0)
+
+
+def _shared(plain: list[int], totals: list[int], max_num_seqs: int, block_size: int) -> list[Size]:
+    """Return target sizes by rows: one row for each of `plain` sequences, and `totals` that sequences share.
+
+    Sequences that share rows have one each at least, and one of them two: a step of T rows has fewer than T. A single
+    sequence has its own graph for a block, because tiles without work are launched too.
+    """
+    sizes = {(n, n) for n in plain} | {(min(max_num_seqs, total - 1), total) for total in totals}
+    if totals[0] == block_size:
+        sizes.add((1, block_size))
+    return sorted(sizes, key=lambda size: (size[1], size[0] != size[1], size[0]))
 
 
 def _totals(block_size: int, most: int, *, fine: bool) -> list[int]:

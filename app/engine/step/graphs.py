@@ -27,7 +27,7 @@ class StepGraphs:
     `drafts` [max_num_seqs, b - 1] carries drafts from one graph to the other, or is None without a draft. Narrower
     blocks fill the first columns. `verified` [max_num_seqs + 1, b + 1] is the last verification, where the next step
     begins without `lengths_on_host`. `pages` is the width of page tables. All ranks of `comm` capture the same graphs
-    in the same order. `layout` pads steps to `sizes`, which are those that all ranks could capture.
+    in the same order. `layout` pads steps to those of `sizes` that all ranks could capture.
     """
 
     def __init__(
@@ -42,108 +42,98 @@ class StepGraphs:
     ) -> None:
         self._forward = forward
         self._comm = comm
-        self._backend = backend = forward.backend
-        self._pages = pages
-        block_size = sizes.block_size
-        self.layout = replace(layout, graphs=sizes)
-        self._hidden = forward.target.embedding.new_empty(sizes.max_rows, forward.target.config.hidden_size)
+        (max_seqs, max_rows), block_size, device = sizes.targets[-1], sizes.block_size, forward.backend.device
+        self._hidden = forward.target.embedding.new_empty(max_rows, forward.target.config.hidden_size)
         self.drafts = None
         if block_size > 1:
-            self.drafts = torch.zeros(sizes.seqs[-1], block_size - 1, dtype=torch.int32, device=backend.device)
-        self.verified = torch.zeros(sizes.seqs[-1] + 1, block_size + 1, dtype=torch.int64, device=backend.device)
+            self.drafts = torch.zeros(max_seqs, block_size - 1, dtype=torch.int32, device=device)
+        self.verified = torch.zeros(max_seqs + 1, block_size + 1, dtype=torch.int64, device=device)
         self.draft_graphs: dict[Size, tuple[Graph, DraftTensors]] = {}
         self.target_graphs: dict[Size, tuple[Graph, TargetTensors]] = {}
+        self.layout = replace(layout, graphs=sizes)
         done, total = 0, len(sizes.drafts) + len(sizes.targets)
         # The largest first: the memory that it leaves serves all others.
         for seqs, rows in reversed(sizes.targets):
-            self._capture_target(seqs, rows)
+            target = self.layout.target(Batch(), (seqs, rows), 0, pages)
+            what = f"target of {seqs} sequences and {rows} rows"
+            self._capture(self.target_graphs, (seqs, rows), target, self._run_target, what)
             on_graph(done := done + 1, total)
         for blocks, width in reversed(sizes.drafts):
-            self._capture_draft(blocks, width)
+            draft = self.layout.draft(Batch(), blocks, width, pages)
+            what = f"draft of {blocks} blocks of {draft.groups[0].query_lens[0]} rows"
+            self._capture(self.draft_graphs, (blocks, width), draft, self._run_draft, what)
             on_graph(done := done + 1, total)
-        self.sizes = sizes.captured(self.target_graphs, self.draft_graphs)
-        self.layout = replace(layout, graphs=self.sizes)
-
-    @property
-    def has_draft(self) -> bool:
-        return bool(self.draft_graphs)
-
-    def keep(self, drafts: Tensor) -> Tensor:
-        """Store drafts [D, columns] for the target to verify, and return them as [D, b - 1]."""
-        assert self.drafts is not None
-        kept = self.drafts[: len(drafts)]
-        kept[:, : drafts.shape[1]] = drafts
-        return kept
+        captured = [*self.target_graphs][::-1], [*self.draft_graphs][::-1]
+        self.layout = replace(layout, graphs=GraphSizes(*captured, block_size, sizes.spare))
 
     def draft(self, inputs: DraftInputs[Ints]) -> Tensor:
-        """Return drafts [D, b - 1] of padded blocks, which stay until the next ones."""
+        """Return drafts [D, b - 1], which stay until the next ones. Blocks are padded if drafts have graphs."""
+        if not self.draft_graphs:
+            return self._keep(self._forward.draft(self._forward.on_device(inputs)))
         blocks, rows = len(inputs.anchors), inputs.groups[0].query_lens[0]
-        graph, tensors = self.draft_graphs[blocks, rows + 1 - self.layout.first_draft_row]
-        self._replay(graph, tensors, inputs)
+        self._replay(*self.draft_graphs[blocks, rows + 1 - self.layout.first_draft_row], inputs)
         assert self.drafts is not None
         return self.drafts[:blocks]
 
     def target(self, inputs: TargetInputs[Ints], draws: Draws = ()) -> Tensor:
-        """Return `engine.verify` of the drafts that were made or kept last, with padding, until the next replay.
+        """Return `engine.verify` of the drafts that were made last, with padding, until the next replay.
 
         The graph chooses greedily. Rows of `draws` are chosen again from the hidden states, which all graphs write to
         the same place.
         """
-        graph, tensors = self.target_graphs[len(inputs.prev_rows), len(inputs.token_ids)]
+        seqs, forward = len(inputs.prev_rows), self._forward
+        graph, tensors = self.target_graphs[seqs, len(inputs.token_ids)]
         self._replay(graph, tensors, inputs)
-        choices, verified = graph.outputs
-        if not draws:
-            return verified
-        forward = self._forward
-        for kind in draws:
-            rows = forward.row_numbers[: len(kind.host_rows)]
-            own = replace(kind, host_rows=list(range(len(rows))), rows=rows)
-            choices[kind.rows] = forward.sampler.choose(self._hidden[kind.rows], forward.target.lm_head, [own])
-        return forward.verify(tensors.inputs, choices, self.drafts)
+        verified = self.verified[: seqs + 1]
+        if draws:
+            (choices,) = graph.outputs
+            for kind in draws:
+                rows = forward.row_numbers[: len(kind.host_rows)]
+                own = replace(kind, host_rows=list(range(len(rows))), rows=rows)
+                choices[kind.rows] = forward.sampler.choose(self._hidden[kind.rows], forward.target.lm_head, [own])
+            forward.verify(tensors.inputs, choices, self.drafts, verified)
+        return verified
 
     def _replay(self, graph: Graph, tensors: OnDevice[Any], inputs: Any) -> None:
         tensors.packed.send(arrays(inputs))
         self._forward.plan(tensors, inputs)
         graph.replay()
 
-    def _capture_draft(self, blocks: int, width: int) -> None:
-        forward, inputs = self._forward, self.layout.draft(Batch(), blocks, width, self._pages)
-        tensors = forward.on_device(inputs)
+    def _keep(self, drafts: Tensor) -> Tensor:
+        """Store drafts [D, columns] for the target to verify, and return them as [D, b - 1]."""
+        assert self.drafts is not None
+        kept = self.drafts[: len(drafts)]
+        kept[:, : drafts.shape[1]] = drafts
+        return kept
 
-        def run() -> tuple[Tensor, ...]:
-            if not self._backend.lengths_on_host:
-                self._advance(tensors, tensors.inputs.anchors, forward.row_numbers[:blocks])
-            self.keep(forward.draft(tensors))
-            return ()
+    def _run_draft(self, tensors: DraftTensors) -> tuple[Tensor, ...]:
+        anchors = tensors.inputs.anchors
+        self._advance(tensors, anchors, self._forward.row_numbers[: len(anchors)])
+        self._keep(self._forward.draft(tensors))
+        return ()
 
-        what = f"draft of {blocks} blocks of {inputs.groups[0].query_lens[0]} rows"
-        self._capture(self.draft_graphs, (blocks, width), inputs, tensors, run, what)
+    def _run_target(self, tensors: TargetTensors) -> tuple[Tensor, ...]:
+        forward, inputs, seqs = self._forward, tensors.inputs, len(tensors.inputs.prev_rows)
+        self._advance(tensors, inputs.token_ids, inputs.groups[0].query_start_loc[:seqs])
+        hidden, choices = forward.choose(tensors, self.drafts, ())
+        self._hidden[: len(hidden)] = hidden
+        forward.verify(inputs, choices, self.drafts, self.verified[: seqs + 1])
+        return (choices,)
 
-    def _capture_target(self, seqs: int, rows: int) -> None:
-        forward, inputs = self._forward, self.layout.target(Batch(), (seqs, rows), 0, self._pages)
-        tensors = forward.on_device(inputs)
-
-        def run() -> tuple[Tensor, ...]:
-            if not self._backend.lengths_on_host:
-                firsts = tensors.inputs.groups[0].query_start_loc[:seqs]
-                self._advance(tensors, tensors.inputs.token_ids, firsts)
-            hidden, choices = forward.choose(tensors, self.drafts, ())
-            self._hidden[:rows] = hidden
-            verified = forward.verify(tensors.inputs, choices, self.drafts)
-            if not self._backend.lengths_on_host:
-                self.verified[: seqs + 1] = verified
-            return choices, verified
-
-        what = f"target of {seqs} sequences and {rows} rows"
-        self._capture(self.target_graphs, (seqs, rows), inputs, tensors, run, what)
+    def _advance(self, tensors: DraftTensors | TargetTensors, token_ids: Tensor, anchor_rows: Tensor) -> None:
+        """Move rows to where the step in flight leaves their sequences; see `Backend.advance_by_accepted`."""
+        if self._forward.backend.lengths_on_host:
+            return
+        prev_rows, (group,) = tensors.inputs.prev_rows, tensors.inputs.groups
+        offsets, seq_lens = group.position_offsets[: len(prev_rows)], group.seq_lens[: len(prev_rows)]
+        self._forward.backend.advance_by_accepted(self.verified, prev_rows, token_ids, anchor_rows, offsets, seq_lens)
 
     def _capture(
         self,
         graphs: dict[Size, tuple[Graph, Any]],
         size: Size,
         inputs: Any,
-        tensors: OnDevice[Any],
-        run: Callable[[], tuple[Tensor, ...]],
+        run: Callable[[Any], tuple[Tensor, ...]],
         what: str,
     ) -> None:
         """Add the graph of `run` to `graphs` after its first replay. Without it, larger ones of `graphs` have to serve.
@@ -152,21 +142,21 @@ class StepGraphs:
         is exchanged before the replay. An error of `run` itself ends all ranks: it has left others in their
         collectives. Raises UnsupportedError if there is no larger graph.
         """
+        tensors = self._forward.on_device(inputs)
         has_run, graph = False, None
 
         def noting() -> tuple[Tensor, ...]:
             nonlocal has_run
-            outputs = run()
+            outputs = run(tensors)
             has_run = True
             return outputs
 
-        self._forward.plan(tensors, inputs)
         try:
-            graph = self._backend.capture(noting, [tensors.metas[0]])
+            graph = self._forward.backend.capture(noting, [tensors.metas[0]])
         except Exception as error:
             if self._comm.size == 1 or not has_run:
                 raise
-            self._backend.annotate(error)
+            self._forward.backend.annotate(error)
             logger.error("%s: the graph cannot be captured on rank %d: %s", what, self._comm.rank, last_words(error))
         if self._comm.minimum(graph is not None):
             assert graph is not None
@@ -179,9 +169,3 @@ class StepGraphs:
                 f"{what}: this graph, which all ranks need, cannot be captured on all of them; the log of each says "
                 "why: give a smaller --max-num-seqs, --kv-cache-memory or --memory-utilization, or --enforce-eager"
             )
-
-    def _advance(self, tensors: DraftTensors | TargetTensors, token_ids: Tensor, anchor_rows: Tensor) -> None:
-        """Move rows to where the step in flight leaves their sequences; see `Backend.advance_by_accepted`."""
-        prev_rows, (group,) = tensors.inputs.prev_rows, tensors.inputs.groups
-        offsets, seq_lens = group.position_offsets[: len(prev_rows)], group.seq_lens[: len(prev_rows)]
-        self._backend.advance_by_accepted(self.verified, prev_rows, token_ids, anchor_rows, offsets, seq_lens)

@@ -14,7 +14,6 @@ from app.engine.sampling.penalties import TokenCounts
 from app.engine.sampling.sampler import Draws, on_device
 from app.engine.schedule.batch import StepResult
 from app.engine.step.forward import Forward
-from app.engine.step.graph_sizes import GraphSizes
 from app.engine.step.graphs import StepGraphs
 from app.engine.step.inputs import DraftInputs, Layout, StepInputs, TargetInputs
 
@@ -83,11 +82,6 @@ class ModelRunner:
                 verified = self._target(inputs.target, drafts, draws)
         return PendingStep(self.backend.start_download(verified[: inputs.target.num_seqs]))
 
-    @property
-    def padded_to(self) -> GraphSizes | None:
-        """Return the sizes that decode steps are padded to, or None if they are not."""
-        return self.graphs.sizes if self.graphs else None
-
     def rollback(self) -> None:
         """Undo a step that failed anywhere, so that it may be launched again, whole or in parts."""
         self.forward.pending_context.rollback()
@@ -109,16 +103,10 @@ class ModelRunner:
 
     def _draft(self, inputs: DraftInputs[Ints]) -> Tensor:
         """Return drafts [D, columns], integers: those of one block, or with graphs of the widest."""
-        if self.graphs and self.graphs.has_draft:
-            return self.graphs.draft(inputs)
-        tensors = self.forward.on_device(inputs)
-        self.forward.plan(tensors, inputs)
-        drafts = self.forward.draft(tensors)
-        return self.graphs.keep(drafts) if self.graphs else drafts
+        return self.graphs.draft(inputs) if self.graphs else self.forward.draft(self.forward.on_device(inputs))
 
     def _target(self, inputs: TargetInputs[Ints], drafts: Tensor | None, draws: Draws) -> Tensor:
         """Return the result of `engine.verify` [S, w + 1]."""
         tensors = self.forward.on_device(inputs)
-        self.forward.plan(tensors, inputs)
         _, choices = self.forward.choose(tensors, drafts, draws)
         return self.forward.verify(tensors.inputs, choices, drafts)

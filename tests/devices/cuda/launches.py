@@ -163,8 +163,8 @@ def of_graphs(pair: Pair, num_seqs: int, *, draft: bool, tuned: bool = False) ->
     backend = CountedBackend(tuned=tuned)
     wishes: dict[str, Any] = {"max_num_seqs": num_seqs, "max_graphs": 4, "verify": BLOCK if draft else "auto"}
     runner = engine(pair, backend, draft=draft, enforce_eager=False, **wishes).runner
-    assert runner.graphs
-    sizes = runner.graphs.sizes
+    assert runner.graphs and runner.layout.graphs
+    sizes = runner.layout.graphs
     captured = [("target", *size) for size in reversed(sizes.targets)]
     captured += [("draft", blocks, blocks * width) for blocks, width in reversed(sizes.drafts)]
     return dict(zip(captured, backend.captured, strict=True))

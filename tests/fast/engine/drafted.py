@@ -35,7 +35,7 @@ def drafted_by(core: EngineCore, requests: list[Request]) -> list[Drafted]:
         anchored = [list(rows.seq.token_ids) for rows in batch.decodes if rows.num_drafts]
         pending = launch(batch)
         if anchored:
-            drafts = graphs.drafts if graphs and graphs.has_draft else proposed[-1]
+            drafts = graphs.drafts if graphs and graphs.draft_graphs else proposed[-1]
             seen.extend(map(Drafted, anchored, drafts.tolist()))
         return pending
 

@@ -56,7 +56,7 @@ def test_drafts_are_the_references_after_preemption_and_prefix_hits(tmp_path):
 def test_drafts_from_graphs_are_the_references(tmp_path):
     pair = SLIDING.make(tmp_path)
     engine = engine_of(pair, enforce_eager=False, max_graphs=4)
-    assert engine.core.runner.graphs.has_draft
+    assert engine.core.runner.graphs.draft_graphs
     assert share_of_right_drafts(drafted_by(engine.core, requests_about_the_window(3, 14)), pair) == 1.0
 
 

@@ -5,6 +5,7 @@ Padded to the size of a graph they are the same, and rows of padding harm no seq
 
 import pickle
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -289,8 +290,7 @@ def test_every_step_finds_a_graph_and_there_are_no_more_than_allowed(max_num_seq
     sizes = settle_graph_sizes(max_num_seqs, block_size, max_graphs, draft_graphs=True, spare=spare)
     assert len(sizes.targets) + len(sizes.drafts) <= max_graphs
     assert len(sizes.targets) == len(set(sizes.targets)) and sizes.drafts == sorted(set(sizes.drafts))
-    assert (sizes.seqs[-1], sizes.widths[-1]) == (max_num_seqs, block_size)
-    assert list(sizes.seqs) == sorted(set(sizes.seqs)) and list(sizes.widths) == sorted(set(sizes.widths))
+    assert sizes.targets[-1][0] == max_num_seqs and sizes.drafts[-1:] in ([], [(max_num_seqs, block_size)])
     for num_seqs in range(1, max_num_seqs + 1):
         for num_rows in {num_seqs, num_seqs * block_size, (num_seqs * block_size + num_seqs) // 2}:
             seqs, rows = sizes.target(num_seqs, num_rows)
@@ -319,7 +319,7 @@ def test_blocks_of_4_8_and_16_rows_are_captured_at_many_sequences_by_default() -
 
 def test_rows_are_shared_in_sizes_between_powers_of_two() -> None:
     sizes = settle_graph_sizes(32, 16, 48, draft_graphs=True, spare=0)
-    assert sizes.widths == (1, 4, 6, 8, 12, 16)
+    assert sorted({width for _, width in sizes.drafts}) == [4, 6, 8, 12, 16]
     assert sizes.target(17, 17 * 16) == (32, 320) and sizes.target(32, 32 * 6) == (32, 192)
     assert sizes.target(1, 16) == (1, 16) and sizes.target(3, 3) == (4, 4) and sizes.target(3, 4) == (15, 16)
     drafts = [15, 47, 79, 111, 175, 239, 303, 367, 431, 495]
@@ -334,11 +334,10 @@ def test_steps_are_padded_to_what_could_be_captured_and_cost_that(data, max_num_
     planned = settle_graph_sizes(max_num_seqs, block_size, max_graphs, draft_graphs=True, spare=spare)
     kept = st.lists(st.booleans(), min_size=max_graphs, max_size=max_graphs)
     targets, drafts = (
-        {size for size, keep in zip(sizes, data.draw(kept), strict=False) if keep} | {sizes[-1]}
+        [*(size for size, keep in zip(sizes[:-1], data.draw(kept), strict=False) if keep), sizes[-1]]
         for sizes in (planned.targets, planned.drafts)
     )
-    sizes = planned.captured(targets, drafts)
-    assert (set(sizes.targets), set(sizes.drafts)) == (targets, drafts)
+    sizes = replace(planned, targets=targets, drafts=drafts)
     for num_seqs in range(1, max_num_seqs + 1):
         passes = sizes.target_passes(num_seqs)
         for num_drafts in range(num_seqs * (block_size - 1) + 1):
@@ -356,7 +355,7 @@ def test_steps_are_padded_to_what_could_be_captured_and_cost_that(data, max_num_
 def test_too_few_graphs_for_a_step_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="--max-graphs 1 is too small"):
         settle_graph_sizes(4, 8, 1, draft_graphs=True, spare=0)
-    assert settle_graph_sizes(4, 1, 1, draft_graphs=False, spare=0).seqs == (4,)
+    assert settle_graph_sizes(4, 1, 1, draft_graphs=False, spare=0).targets == [(4, 4)]
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

@@ -58,7 +58,6 @@ from app.engine.sampling.sampler import Sampler
 from app.engine.sampling.sharded import ShardedSampler
 from app.engine.schedule.batch import Batch
 from app.engine.sequence import NOT_FINITE
-from app.engine.step.graphs import StepGraphs
 from app.engine.step.inputs import Layout, StepInputs
 from app.engine.step.runner import ModelRunner, PendingStep
 from app.messages import Request, SamplingParams
@@ -799,10 +798,9 @@ def test_a_graph_that_one_rank_cannot_capture_is_left_out_by_all(lucky, monkeypa
 
     ranks, texts = ranked(monkeypatch, lucky, failing)
     assert "on rank 1: RuntimeError: the error code is 207008 (207008: no stream" in caplog.text
-    graphs: StepGraphs = ranks.engine.core.runner.graphs  # type: ignore[attr-defined]
-    assert graphs.sizes.targets == [(2, 2), (4, 4), (4, 16), (4, 32), (4, 64)]
-    assert graphs.sizes.drafts == [(1, 16), (4, 16)]
-    assert ranks.engine.core.runner.padded_to is graphs.sizes, "prices are of these"
+    sizes = ranks.engine.core.runner.layout.graphs
+    assert sizes.targets == [(2, 2), (4, 4), (4, 16), (4, 32), (4, 64)]
+    assert sizes.drafts == [(1, 16), (4, 16)]
     assert ranked(monkeypatch, lucky, enforce_eager=True)[1] == texts
 
 

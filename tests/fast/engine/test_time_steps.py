@@ -41,8 +41,8 @@ class Machine:
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> CostTable:
-    layout = SimpleNamespace(build=lambda shape: shape)
-    runner = SimpleNamespace(launch=machine.launch, layout=layout, padded_to=None)
+    layout = SimpleNamespace(build=lambda shape: shape, graphs=None)
+    runner = SimpleNamespace(launch=machine.launch, layout=layout)
     monkeypatch.setattr(time_steps, "time", machine)
     monkeypatch.setattr(time_steps, "made_up", lambda shape, sizes: shape)
     monkeypatch.setattr(time_steps, "_with_varied_tokens", lambda runner, shape: shape)
@@ -108,7 +108,7 @@ class Device:
     def __init__(self) -> None:
         self.now = self.free = 0.0
         self.in_flight: list[float] = []
-        self.layout = SimpleNamespace(build=lambda shape: shape)
+        self.layout = SimpleNamespace(build=lambda shape: shape, graphs=None)
 
     def perf_counter(self) -> float:
         return self.now
@@ -141,7 +141,7 @@ def test_steps_of_a_runner_with_graphs_cost_what_they_are_padded_to(tmp_path, mo
     monkeypatch.setattr(time_steps, "MAX_SECONDS", 0.3)
     wishes: dict[str, Any] = {"enforce_eager": False, "draft_enforce_eager": draft_enforce_eager, "max_model_len": 64}
     engine = make_engine(pair.target, pair.draft, verify="auto", max_num_seqs=2, **wishes)
-    costs, sizes = engine.core.scheduler.policy.costs, engine.core.runner.padded_to
+    costs, sizes = engine.core.scheduler.policy.costs, engine.core.runner.layout.graphs
     captured = [] if draft_enforce_eager else [2, 3, 4, 6, 8]
     assert costs is not None and sizes is not None and costs.widths == (captured or [2, 4, 8])
     assert [width for blocks, width in sizes.drafts if blocks == 2] == captured

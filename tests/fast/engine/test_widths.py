@@ -103,7 +103,7 @@ def test_blocks_are_as_wide_as_the_policy_wants_or_as_the_next_captured_width(fu
     drafted = blocks_drafted(core)
     assert core.run(requests()) == full
     assert {wanted for wanted, _ in drafted} == set(range(2, 17))
-    assert bool(core.runner.graphs and core.runner.graphs.has_draft) != eager
+    assert bool(core.runner.graphs and core.runner.graphs.draft_graphs) != eager
     captured = range(2, 17) if eager else (4, 6, 8, 12, 16)
     assert all(rows == next(width for width in captured if width >= wanted) for wanted, rows in drafted)
 
@@ -156,7 +156,7 @@ def test_what_held_a_step_up_while_it_was_timed_is_no_cost(monkeypatch: pytest.M
         "_timed",
         lambda runner, shape, overlap: next(rounds, 400.0) if shape == (1, 1, 16, 16) else 3.0 + shape.drafting,
     )
-    runner = SimpleNamespace(padded_to=None)
+    runner = SimpleNamespace(layout=SimpleNamespace(graphs=None))
     timed = measure_costs(runner, Sizes(16, 256, 4, 64, 16), num_pages=16)  # type: ignore[arg-type]
     assert float(timed.step_ms(1, 1, 16, 15)) == 6.0
 
