@@ -162,12 +162,6 @@ def test_attention_is_checked_in_the_shapes_that_graphs_replay() -> None:
     assert all(q <= kv for lens in every for q, kv in lens if kv)
 
 
-def test_trials_run_every_launch_beside_padding(backend: CudaBackend) -> None:
-    made = cuda_attention.launches_of(lambda: backend, "qwen3-8b", replace(SIZES, batches=(1,)), 20, untimed)
-    found = [row for part in made for row in part.run()["cases"]]
-    assert sum("own" in row["launch"] for row in found) == 2 and all(row["us"] > 0 for row in found)
-
-
 def test_a_launch_that_triton_refuses_is_a_row_among_the_others(backend: CudaBackend) -> None:
     class OutOfResources(Exception):
         """As Triton's own: no RuntimeError."""
@@ -184,23 +178,6 @@ def test_a_launch_that_triton_refuses_is_a_row_among_the_others(backend: CudaBac
     assert {row["failed"] for row in found["cases"] if "failed" in row} == {"OutOfResources: shared memory"}
     assert len([row for row in found["cases"] if "us" in row]) >= 5
     assert "passed" not in found and found["error"]["says"] == "OutOfResources: shared memory"
-
-
-def test_prompts_are_timed_through_every_attention(backend: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_attention, "PROMPTS", [[(17, 20)], [(20, 20), (17, 40)]])
-    monkeypatch.setattr(cuda_attention, "WARM_UP", [(18, 18)])
-    found = {
-        part.name: part.run()["cases"]
-        for part in cuda_attention.prompts_of(lambda: backend, "qwen3-8b", SIZES, untimed)
-    }
-    assert len(found) == 4
-    for kind, cases in found.items():
-        assert [row["tokens"] for row in cases] == ["[20]", "[20, 40]"]
-        for row in cases:
-            if kind in ("ours", "PyTorch's, as the backend calls it"):
-                assert row["us"] > 0 and row["first call ms"] > 0
-            else:
-                assert "us" in row or row["failed"], "a CPU has them not"
 
 
 def test_launches_by_default_are_those_of_a_backend_that_has_timed_nothing() -> None:

@@ -144,19 +144,6 @@ def test_what_was_recorded_can_be_looked_at() -> None:
     assert [call.kwargs["actual_seq_lengths_kv"] for call in attention] == [[131, 11]] * LAYERS
 
 
-def test_layers_keep_the_lengths_that_they_were_given() -> None:
-    """Draft and target lengths differ: each recorded call gets its own entry, in the order of capture."""
-    captured, eager = Step(), Step()
-    graph, y = captured.capture()
-    host_seq_lens = captured.fill(2)
-    eager.fill(2)
-    different = lengths(host_seq_lens)
-    different[1]["actual_seq_lengths_kv"] = [host_seq_lens[0], 2]
-    graph.update(different)
-    graph.replay()
-    assert not torch.equal(y.cpu(), eager.run(host_seq_lens).cpu())
-
-
 def test_two_metas_in_one_graph_each_keep_their_mode_and_get_their_own_lengths() -> None:
     """A draft's blocks, which see all tokens, and a target's causal rows: each output against the dense reference."""
     turns = [
@@ -291,49 +278,6 @@ def test_a_captured_upload_reads_its_pinned_memory_at_each_replay() -> None:
         host.fill_(turn)
         graph.replay()
         assert doubled.tolist() == [2 * turn] * 4
-
-
-def test_the_manual_protocol_has_numbers_too() -> None:
-    """Task groups and external events by hand, as vllm-ascend does it."""
-    captured = Step()
-    graph, update_stream, event = torch.npu.NPUGraph(), torch.npu.Stream(), torch.npu.ExternalEvent()
-    k, v = (cache[0].view(-1, BLOCK, KV_HEADS * DIM) for cache in captured.caches)
-    out = [torch.empty_like(captured.x), torch.empty(1, device="npu:0")]
-    fixed = {
-        "block_table": captured.table,
-        "num_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "scale": DIM**-0.5,
-        "input_layout": "TND",
-        "block_size": BLOCK,
-        "out": out,
-    }
-
-    def attend(host_seq_lens: list[int]) -> None:
-        torch_npu.npu_fused_infer_attention_score.out(
-            captured.x, k, v, actual_seq_lengths=[2, 4], actual_seq_lengths_kv=host_seq_lens, **fixed
-        )
-
-    with torch.npu.graph(graph):
-        stream = torch.npu.current_stream()
-        event.wait(stream)
-        event.reset(stream)
-        torch.npu.graph_task_group_begin(stream)
-        attend([2, 2])
-        handle = torch.npu.graph_task_group_end(stream)
-        y = out[0] * 2
-    for turn in range(2):
-        host_seq_lens = captured.fill(turn)
-        captured.run(host_seq_lens)
-        graph.replay()
-        with torch.npu.stream(update_stream):
-            torch.npu.graph_task_update_begin(update_stream, handle)
-            attend(host_seq_lens)
-            torch.npu.graph_task_update_end(update_stream)
-            event.record(update_stream)
-        found = y.cpu()
-        attend(host_seq_lens)
-        assert torch.equal(found, (out[0] * 2).cpu())
 
 
 def test_a_reset_graph_is_forgotten() -> None:

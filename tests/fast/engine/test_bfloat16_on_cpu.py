@@ -21,8 +21,8 @@ from app.engine.load.plan import dtype_of
 from app.engine.process import _info
 from app.engine.sampling.sampler import Sampler
 from tests import UNTIMED
-from tests.fast.engine.feeder import Feeder
-from tests.fast.engine.lossless import LUCKY, Case, Subject, make_engine, random_prompts, run_engine
+from tests.fast.engine.bf16_margin import drafted, measured
+from tests.fast.engine.lossless import LUCKY, Case, Subject, make_engine, random_prompts
 from tests.fast.engine.pairs import make_pair
 from tests.fast.engine.reference import load_target
 
@@ -157,26 +157,9 @@ def test_drafts_hit_and_a_text_differs_only_within_what_other_operators_change(t
     subject = Subject("bf16", pair.target, pair.draft, prompts, load_target)
     sizes: dict[str, Any] = {"page_size": 16, "max_model_len": subject.max_model_len, "dtype": "bfloat16"}
 
-    def logits(chunk: int | None) -> torch.Tensor:
-        feeders = [Feeder(make_engine(pair.target, None, **sizes)) for _ in range(3)]
-        return torch.cat(
-            [each.logits(each.feed_whole(p.token_ids, chunk)) for each, p in zip(feeders, prompts, strict=False)]
-        )
-
-    alone = logits(1)
-    with monkeypatch.context() as without:
-        without.setattr(linear, "own", lambda dtype: None)
-        measured = float((alone - logits(None)).abs().max())
-    case = Case(concurrency=4)
-    subject._off[0.0, "plain"] = run_engine(
-        make_engine(pair.target, None, max_num_seqs=1, **sizes), subject.requests(case)
-    ).texts
-    runs = [
-        run_engine(make_engine(pair.target, pair.draft, max_num_seqs=seqs, **sizes), subject.requests(case))
-        for seqs in (1, 4)
-    ]
-    differences = [difference for run in runs for difference in subject.compare(run.texts, case).differences]
-    print(f"logits differ by {measured:.3g} between operators; {[str(each) for each in differences]}")
-    assert 0 < measured < 0.1 and all(each.margin <= 2 * measured for each in differences)
+    found = measured(subject, monkeypatch, None, **sizes)
+    runs, differences = drafted(subject, Case(concurrency=4), (1, 4), **sizes)
+    print(f"logits differ by {found:.3g} between operators; {[str(each) for each in differences]}")
+    assert 0 < found < 0.1 and all(each.margin <= 2 * found for each in differences)
     assert len(differences) <= len(prompts) // 2
     assert all(run.acceptance_length > 1.1 for run in runs)

@@ -27,7 +27,7 @@ from app.engine.models.weights import ExpertLayout, LayerSource
 from tests.costs import fast_ones
 from tests.fast.engine.feeder import EXPERTS, Feeder, assert_logits_close, random_checkpoint
 from tests.fast.engine.live_bytes import LiveBytes
-from tests.fast.engine.lossless import Case, Subject, assert_lossless, make_engine, random_prompts
+from tests.fast.engine.lossless import Case, Subject, assert_lossless, random_prompts
 from tests.fast.engine.pairs import Pair, make_pair
 from tests.fast.engine.reference import load_target, teacher_forced
 
@@ -217,11 +217,6 @@ def test_layers_are_dense_by_list_and_by_step(tmp_path: Path) -> None:
     renamed = {name: value for name, value in raw.items() if name != "num_experts"} | {"num_local_experts": 8}
     assert target_config(renamed) == target_config(raw)
     assert target_config(raw | {"num_experts": 0}).moe is None
-
-
-def test_experts_are_not_compiled(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="--compile: a target with experts"):
-        make_engine(make_pair(tmp_path, experts=8).target, compile=True)
 
 
 # The target

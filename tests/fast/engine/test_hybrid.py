@@ -19,7 +19,6 @@ from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import read_config
 from app.engine.checkpoint.read import check_checkpoints
 from app.engine.checkpoint.shapes import GatedDeltaConfig
-from app.engine.cpu import linear
 from app.engine.cuda.torch_backend import TorchCudaBackend
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import Engine
@@ -28,17 +27,18 @@ from app.engine.load.memory import bytes_per_token, without_memory
 from app.engine.models.state_pool import StatePool
 from app.messages import Request
 from tests.costs import fast_ones
+from tests.fast.engine.bf16_margin import drafted, measured
 from tests.fast.engine.feeder import Feeder, assert_logits_close
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.hybrid_reference import HybridReference
-from tests.fast.engine.lossless import LUCKY, Case, Subject, assert_lossless, make_engine, random_prompts, run_engine
+from tests.fast.engine.lossless import LUCKY, Case, Subject, assert_lossless, make_engine, random_prompts
 from tests.fast.engine.pairs import Pair
 from tests.fast.engine.planted import PlannedRun
 from tests.fast.engine.planted import make_engine as make_planted_engine
 from tests.fast.engine.planted_faults import NAN, PHASES, Run, during
 from tests.fast.engine.reference import features, greedy, teacher_forced
-from tests.fast.engine.state_books import check_state_slots
+from tests.fast.engine.state_books import check_state, check_state_slots
 
 torch.set_num_threads(1)
 BLOCK = 8
@@ -146,24 +146,10 @@ def test_in_bfloat16_drafts_hit_and_a_difference_is_within_that_of_other_operato
     subject = Subject("bf16", pair.target, pair.draft, prompts, HybridReference)
     sizes: dict[str, Any] = {"page_size": 4, "max_model_len": 64, "dtype": "bfloat16"}
 
-    def logits(chunk: int) -> torch.Tensor:
-        found = []
-        for prompt in prompts[:2]:
-            feeder = Feeder(make_engine(pair.target, None, **sizes))
-            found.append(feeder.logits(feeder.feed_whole(prompt.token_ids, chunk)))
-        return torch.cat(found)
-
-    alone = logits(1)
-    with monkeypatch.context() as without:
-        without.setattr(linear, "own", lambda dtype: None)
-        measured = float((alone - logits(30)).abs().max())
-    case = Case(concurrency=4, page_size=4, block_size=8)
-    off = run_engine(make_engine(pair.target, None, max_num_seqs=1, **sizes), subject.requests(case))
-    on = run_engine(make_engine(pair.target, pair.draft, max_num_seqs=4, **sizes), subject.requests(case))
-    subject._off[0.0, "plain"] = off.texts
-    differences = subject.compare(on.texts, case).differences
-    print(f"logits differ by {measured:.3g} between operators; {[str(each) for each in differences]}")
-    assert 0 < measured < 0.25 and all(each.margin <= 2 * measured for each in differences)
+    found, case = measured(subject, monkeypatch, 30, **sizes), Case(concurrency=4, page_size=4, block_size=8)
+    (on,), differences = drafted(subject, case, (4,), **sizes)
+    print(f"logits differ by {found:.3g} between operators; {[str(each) for each in differences]}")
+    assert 0 < found < 0.25 and all(each.margin <= 2 * found for each in differences)
     assert on.acceptance_length > 1.1
 
 
@@ -219,13 +205,7 @@ def check_states(engine: Engine, reference: HybridReference) -> int:
         if not seq.num_computed:
             continue
         wanted = reference(torch.tensor([seq.token_ids[: seq.num_computed]])).past_key_values
-        slots, starts = torch.tensor([seq.state_slot]), torch.tensor([seq.num_computed])
-        for number, layer, memory in recurrent_layers(engine):
-            state, pending, counts = memory.at(slots, starts)
-            assert int(memory.num_tokens[seq.state_slot]) + int(counts) == seq.num_computed
-            found = layer.recurrence.advance(pending, counts, state)[1]
-            torch.testing.assert_close(found.matrix[0], wanted[number].matrix, rtol=1e-3, atol=1e-4)
-            torch.testing.assert_close(found.conv[0], wanted[number].inputs, rtol=1e-3, atol=1e-4)
+        check_state(engine, seq.state_slot, seq.num_computed, wanted)
         checked += 1
     return checked
 

@@ -1,71 +1,46 @@
 """A step reads the device once: `launch` never waits for a value, and `read` is one copy."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.config.engine import EngineConfig
-from app.engine.load.engine import build_engine
-from app.messages import Request, SamplingParams
-from tests import UNTIMED
-from tests.fast.engine.no_reads import NoReads
+from tests.fast.engine.flat_request import flat_request
+from tests.fast.engine.launch_log import Log
 from tests.fast.engine.pairs import make_pair
+from tests.fast.engine.planted_faults import engine_of, overlapping
+
+READS = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "unique"}
+"""Operators that hand a value, or a size that depends on values, to the host: each would stall an accelerator."""
 
 
-@pytest.fixture
-def engine(tmp_path: Path) -> Any:
-    pair = make_pair(tmp_path)
-    return build_engine(
-        EngineConfig(
-            target=pair.target, draft=pair.draft, device="cpu", max_num_batched_tokens=64, max_num_seqs=8, **UNTIMED
-        )
-    ).core
+class NoReads(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in READS:
+            raise AssertionError(f"{func} reads the device inside launch")
+        return func(*args, **(kwargs or {}))
 
 
-def add_mixed_requests(core: Any) -> None:
-    for i in range(5):
-        prompt = tuple(range(1, 20 + 9 * i))
-        core.add(
-            Request(
-                f"r{i}",
-                prompt,
-                sampling=SamplingParams(temperature=float(i % 2), seed=i),
-                max_tokens=20,
-                speculate=i != 3,
-            )
-        )
+@pytest.mark.parametrize("make", [engine_of, overlapping])
+def test_a_launch_reads_no_value_and_a_step_is_one_download(tmp_path, monkeypatch, make):
+    core = make(make_pair(tmp_path), max_num_batched_tokens=64, max_num_seqs=8).core
+    launch, start, downloads = core.launch, core.runner.backend.start_download, []
 
-
-def test_launch_never_reads_a_value_back(engine: Any) -> None:
-    add_mixed_requests(engine)
-    kinds = set()
-    while engine.has_work:
-        batch = engine.scheduler.schedule()
-        kinds.add(batch.kind)
+    def guarded(batch: Any) -> Any:
         with NoReads():
-            pending = engine.launch(batch)
-        engine.scheduler.commit(batch, pending.read())
-    assert kinds == {"prefill", "mixed", "decode"}
+            return launch(batch)
 
-
-def test_a_step_is_one_download(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = engine.runner.backend
-    downloads = []
-    start = backend.start_download
-
-    def counted(x: torch.Tensor) -> Any:
-        downloads.append(x.shape)
-        return start(x)
-
-    monkeypatch.setattr(backend, "start_download", counted)
-    add_mixed_requests(engine)
-    steps = 0
-    while engine.has_work:
-        engine.step()
-        steps += 1
-    assert len(downloads) == steps
+    monkeypatch.setattr(core, "launch", guarded)
+    monkeypatch.setattr(core.runner.backend, "start_download", lambda x: downloads.append(x.shape) or start(x))
+    log = Log(core)
+    for i in range(5):
+        prompt, drawn = tuple(token % 40 for token in range(1, 20 + 9 * i)), i % 2
+        core.add(flat_request(f"r{i}", prompt, 20 - 12 * drawn, temperature=float(drawn), seed=i, speculate=i != 3))
+    while core.has_work:
+        core.step()
+    assert {batch.kind for batch in log.batches} == {"prefill", "mixed", "decode"}
+    assert len(downloads) == len(log.batches) and bool(log.overlapped) == (make is overlapping)
 
 
 def test_the_guard_sees_a_read() -> None:

@@ -4,7 +4,6 @@ The device is a double, see device_lengths.py. test_lossless.py shows that no to
 """
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from tests.fast.engine.device_lengths import device_lengths
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.launch_log import Log
 from tests.fast.engine.lossless import LUCKY
-from tests.fast.engine.no_reads import NoReads
 from tests.fast.engine.pairs import Pair, make_pair
 from tests.fast.engine.planted_faults import BAD_TOKEN, NAN, PHASES, Planted, Run, names, overlapping, undisturbed
 from tests.fast.engine.planted_faults import engine_of as eager
@@ -382,28 +380,6 @@ def test_an_error_of_the_device_behind_a_step_in_flight_ends_the_engine(lucky: P
     monkeypatch.setattr(run.core, "launch", broken)
     with pytest.raises(torch.AcceleratorError):
         run.step()
-
-
-# One read a step
-
-
-def test_a_launch_reads_nothing_and_a_step_is_one_download(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
-    engine = overlapping(lucky)
-    log, downloads = Log(engine.core), []
-    launch, start = engine.core.launch, engine.core.runner.backend.start_download
-
-    def guarded(batch: Batch) -> Any:
-        with NoReads():
-            return launch(batch)
-
-    def counted(x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        downloads.append(x.shape)
-        return start(x)
-
-    monkeypatch.setattr(engine.core, "launch", guarded)
-    monkeypatch.setattr(engine.core.runner.backend, "start_download", counted)
-    run = Run(engine, requests(5)).to_the_end()
-    assert not run.errors() and len(downloads) == len(log.batches) and log.overlapped
 
 
 # Simulated acceptance

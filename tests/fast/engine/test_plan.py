@@ -9,7 +9,6 @@ import torch
 from app.config.engine import EngineConfig
 from app.engine.checkpoint.read import read_checkpoints
 from app.engine.device.factory import make_backend
-from app.engine.errors import UnsupportedError
 from app.engine.load.plan import make_plan
 from tests.fast.engine.pairs import Pair, make_pair
 
@@ -49,9 +48,3 @@ def test_a_rank_has_its_share_of_the_heads(pair: Pair) -> None:
         assert plan.draft is not None and plan.sharing == 2
         assert share.draft is not None and 2 * share.target.num_heads == plan.target.num_heads
         assert share.draft.decoder.num_heads * (1 if whole else 2) == plan.draft.decoder.num_heads
-
-
-def test_a_wish_that_cannot_be_met_is_refused_by_the_plan(pair: Pair) -> None:
-    config = EngineConfig(pair.target, pair.draft, device="cpu", verify=99)
-    with pytest.raises(UnsupportedError, match="--verify 99: a block has 8 rows"):
-        make_plan(config, read_checkpoints(config), make_backend("cpu"))

@@ -302,23 +302,3 @@ def test_an_abort_in_the_middle_frees_the_pages_and_disturbs_no_sequence(engine_
     run.add(asked.add(4, 12))
     emitted = run.run()
     assert {request_id: len(tokens) for request_id, tokens in emitted.items()} == {"r0": 24, "r2": 24, "r3": 12}
-
-
-def test_a_target_alone_says_the_same_one_row_at_a_time(pair, text):
-    engine = make_engine(pair, with_draft=False, page_size=4)
-    assert (engine.sizes.block_size, engine.draft) == (1, None)
-    requests = [Request(f"r{n}", tuple(text(n)[:n]), 20) for n in (4, 9, 17)]
-    steps = []
-    emitted = engine.core.run(requests, on_step=steps.append)
-    assert emitted == {f"r{n}": text(n)[n : n + 20] for n in (4, 9, 17)}
-    assert len(steps) == 20
-    assert all((d.num_verified, d.num_accepted) == (0, 0) for step in steps for d in step.deltas)
-    assert engine.core.scheduler.pool.num_used == 0
-
-
-def test_tokens_outside_the_vocabulary_are_refused_at_the_door(engine_of, pair):
-    engine = engine_of(block_size=5)
-    for token in (-1, pair.vocab_size):
-        with pytest.raises(ValueError, match=rf"0\.\.{pair.vocab_size - 1}"):
-            engine.core.add(Request("r", (1, token), 4))
-    assert not engine.core.has_work

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,7 @@ from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.hybrid_reference import HybridReference
 from tests.fast.engine.lossless import LUCKY, Case, Subject, assert_lossless, make_engine, random_prompts
-from tests.fast.engine.pairs import Pair, make_pair
+from tests.fast.engine.pairs import Pair
 from tests.fast.engine.planted import PlannedRun
 from tests.fast.engine.planted import make_engine as make_planted_engine
 from tests.fast.engine.planted_faults import NAN, Planted, Run, names
@@ -446,9 +445,3 @@ def test_memory_that_cannot_be_used_is_refused(pair: Pair, settings: dict[str, A
 def test_checkpoints_take_a_quarter_of_free_memory_at_most():
     config, sizes = SimpleNamespace(state_cache_memory=None), SimpleNamespace(max_num_seqs=100)
     assert checkpoints_in(config, sizes, 10, 400, None) == 10  # type: ignore[arg-type]
-
-
-def test_memory_for_states_of_a_target_without_any_is_refused(tmp_path: Path):
-    dense = make_pair(tmp_path)
-    with pytest.raises(UnsupportedError, match="--state-cache-memory: the target has no recurrent layers"):
-        make_engine(dense.target, dense.draft, max_model_len=64, state_cache_memory=1 << 20)

@@ -185,51 +185,6 @@ def test_every_array_equals_the_loop_over_rows(drawn: tuple[Batch, int, int]) ->
     assert {array.dtype for array in found} == {np.dtype(np.int32)}, "they go to the device packed, as int32"
 
 
-def test_a_mixed_step_worked_out_by_hand():
-    """Pages of 4, blocks of 4: a verify of 3 rows, a plain row, a last chunk of two rows, a first chunk of three."""
-    request = Request("a", (10, 11, 12, 13, 14, 15), 9, sampling=SamplingParams(temperature=0.5, seed=7))
-    drafting = Sequence(request, 0, pages=array("i", [8, 3, 5]))
-    plain = Sequence(Request("b", (20, 21), 9), 1, pages=array("i", [2, 9]))
-    ending = Sequence(
-        Request("c", (30, 31, 32), 9, sampling=SamplingParams(temperature=2.0, seed=1)), 2, pages=array("i", [4, 6])
-    )
-    starting = Sequence(
-        Request("d", (40, 41, 42, 43, 44), 9, sampling=SamplingParams(temperature=1.0)), 3, pages=array("i", [1, 7])
-    )
-    batch = Batch(
-        [
-            ScheduledSequence(drafting, 5, 3, needs_logits=True, num_drafts=2),
-            ScheduledSequence(plain, 1, 1, needs_logits=True),
-        ],
-        [ScheduledSequence(ending, 1, 2, needs_logits=True), ScheduledSequence(starting, 0, 3, needs_logits=False)],
-    )
-    inputs = build(batch, page_size=4, block_rows=4)
-    target = inputs.target
-    assert target.token_ids.tolist() == [15, 0, 0, 21, 31, 32, 40, 41, 42]
-    assert target.token_source.tolist() == [0, 9, 10, 3, 4, 5, 6, 7, 8]
-    verify, prefill = target.groups
-    assert on_device(verify, 4) == ([5, 6, 7, 1], [13, 14, 15, 9])
-    assert verify.page_table.tolist() == [[8, 3], [2, 9]]
-    assert (verify.query_lens, verify.host_seq_lens) == ([3, 1], [8, 2])
-    assert on_device(prefill, 4) == ([1, 2, 0, 1, 2], [17, 18, 4, 5, 6])
-    assert prefill.page_table.tolist() == [[4], [1]]
-    assert (prefill.query_lens, prefill.host_seq_lens) == ([2, 3], [3, 3])
-    assert target.logits_indices.tolist() == [0, 1, 2, 3, 5]
-    assert target.logits_start.tolist() == [0, 3, 4]
-    assert target.num_drafts.tolist() == [2, 0, 0]
-    assert target.draft_index.tolist() == [0, 0, 0]
-    (draws,) = inputs.sampling
-    assert draws.rows.tolist() == [0, 1, 2, 4]
-    assert draws.temperature.tolist() == [0.5, 0.5, 0.5, 2.0]
-    assert draws.state.tolist() == [state_of(7, 6), state_of(7, 7), state_of(7, 8), state_of(1, 3)]
-    draft = inputs.draft
-    assert draft is not None
-    assert (draft.request_ids, draft.anchors.tolist()) == (["a"], [15])
-    assert on_device(draft.groups[0], 4) == ([5, 6, 7, 8], [13, 14, 15, 20])
-    assert draft.groups[0].page_table.tolist() == [[8, 3, 5]]
-    assert (draft.groups[0].query_lens, draft.groups[0].host_seq_lens) == ([4], [9])
-
-
 @settings(max_examples=200)
 @given(batches(), st.integers(0, 5), st.integers(2, 40), st.integers(0, 1))
 def test_padding_leaves_real_rows_alone_and_keeps_the_contract(drawn, more_seqs, max_graphs, spare):

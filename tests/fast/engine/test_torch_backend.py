@@ -21,7 +21,7 @@ from app.engine.device.torch import Call, TorchBackend
 from app.engine.errors import UnsupportedError
 from app.engine.load.self_test import check_attention
 from app.engine.models.kv_pool import KvPool
-from app.engine.models.rope import RotaryTable, head_order, reordered
+from app.engine.models.rope import RotaryTable
 from app.engine.sampling.metadata import SamplingMetadata
 from app.engine.sampling.noise import noise_states
 from app.engine.sampling.sampler import Sampler
@@ -304,18 +304,6 @@ def test_rope_turns_pair_i_by_position_times_theta_to_the_minus_2i_over_d(backen
     assert torch.equal(found[0], x[0])
 
 
-def test_rope_makes_scores_depend_on_the_distance_alone(backend):
-    table = RotaryTable(RopeConfig(10000.0), 16, 200, torch.float32, backend)
-    q, k = normal(1, 1, 16), normal(1, 1, 16, seed=1)
-
-    def score(at: int, to: int) -> float:
-        turned = [backend.rope(x, table.at(torch.tensor([position]))) for x, position in ((q, at), (k, to))]
-        return float((turned[0] * turned[1]).sum())
-
-    assert score(10, 3) == pytest.approx(score(150, 143), abs=1e-4)
-    assert score(10, 3) != pytest.approx(score(10, 4), abs=1e-2)
-
-
 @pytest.mark.parametrize("normed", [True, False, torch.float32], ids=["normed", "plain", "normed in float32"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fused_q_k_and_v_are_what_their_operators_give_one_by_one(backend, dtype, normed):
@@ -377,21 +365,6 @@ def test_a_norm_on_a_cpu_is_rounded_to_bfloat16_once():
     torch.testing.assert_close(found.double(), exact, atol=1e-6, rtol=2**-8 * 1.001)
 
 
-def test_a_head_with_its_pairs_side_by_side_gives_the_same_scores():
-    """As the layers load them: rows of q and k, and of their norms, in the order that the backend turns them in."""
-    q, k, norm = normal(3 * 8, 6), normal(3 * 8, 6, seed=1), 1 + normal(8, seed=2)
-    x, positions = normal(4, 6, seed=3), torch.tensor([5, 0, 9, 2])
-    scores = []
-    for backend in (TorchBackend(CPU), CpuBackend(CPU)):
-        rotation = RotaryTable(RopeConfig(100.0), 8, 10, torch.float32, backend).at(positions)
-        order = head_order(RopeConfig(100.0), 8, backend)
-        *parts, weight = (reordered(part, order) for part in (q, k, norm))
-        heads = (backend.rms_norm((x @ part.T).view(4, 3, 8), weight, 1e-6) for part in parts)
-        turned_q, turned_k = (backend.rope(part, rotation) for part in heads)
-        scores.append(torch.einsum("thd,shd->hts", turned_q, turned_k))
-    torch.testing.assert_close(*scores, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize("rows", [1, 7])
 def test_a_weight_that_was_laid_out_gives_the_same(backend, rows):
     x, weight = normal(rows, 6), normal(10, 6, seed=1)
@@ -415,11 +388,6 @@ def test_gated_mlp_takes_the_gate_first(backend):
     expected = (a / (1 + (-a).exp()) * b) @ down.double().T
     found = backend.gated_mlp(x, torch.cat((gate, up)), down)
     torch.testing.assert_close(found, expected.float(), atol=1e-4, rtol=1e-4)
-
-
-def test_linear_has_the_weight_as_rows_of_outputs(backend):
-    x, weight = normal(3, 4), normal(6, 4, seed=1)
-    torch.testing.assert_close(backend.linear(x, weight), torch.einsum("ti,oi->to", x, weight))
 
 
 def test_memory_is_some_and_no_more_than_there_is(backend):

@@ -8,7 +8,7 @@ from torch import Tensor
 from app.engine.load.engine import Engine
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from tests.fast.engine.hybrid_reference import HybridReference
-from tests.fast.engine.state_books import check_state_slots
+from tests.fast.engine.state_books import check_state, check_state_slots
 
 
 class WatchedStates:
@@ -19,7 +19,7 @@ class WatchedStates:
     """
 
     def __init__(self, engine: Engine, reference: HybridReference) -> None:
-        self.scheduler, self.reference = engine.core.scheduler, reference
+        self.engine, self.scheduler, self.reference = engine, engine.core.scheduler, reference
         self.target, self.pool = engine.core.runner.forward.target, engine.core.runner.pools[0]
         self.num_checked = 0
         self._tokens: dict[bytes, list[int]] = {}
@@ -38,18 +38,8 @@ class WatchedStates:
                 tokens = self._tokens[digest]
                 assert len(tokens) % size == 0
                 wanted = self.reference(torch.tensor([tokens])).past_key_values
-                self._check(slot, len(tokens), wanted)
+                check_state(self.engine, slot, len(tokens), wanted)
                 self.num_checked += 1
-
-    def _check(self, slot: int, start: int, wanted: list[Any]) -> None:
-        slots, starts = torch.tensor([slot]), torch.tensor([start])
-        for number in self.target.config.gated_delta.layers:
-            memory, layer = self.pool.layers[number], self.target.layers[number].attention
-            state, pending, counts = memory.at(slots, starts)
-            assert int(memory.num_tokens[slot]) + int(counts) == start
-            found = layer.recurrence.advance(pending, counts, state)[1]
-            torch.testing.assert_close(found.matrix[0], wanted[number].matrix, rtol=1e-3, atol=1e-4)
-            torch.testing.assert_close(found.conv[0], wanted[number].inputs, rtol=1e-3, atol=1e-4)
 
     def _watched(self, batch: Batch) -> Any:
         check_state_slots(self.scheduler)
