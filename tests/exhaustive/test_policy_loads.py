@@ -78,7 +78,7 @@ MACHINES = {"measured": TIMED, "compiled": COMPILED, "accelerator": ACCELERATOR,
 PREFILL_MS = {"measured": 0.12, "compiled": 0.07, "accelerator": 0.03, "experts": 0.05}
 """Cost of a prompt's token, which no decision changes."""
 MISSED = {
-    ("compiled", "jumble", 4): (0.87, 0.97),
+    ("compiled", "jumble", 4): (0.88, 0.97),
     ("accelerator", "jumble", 32): (0.95, 0.90),
 }
 """Cells in which the promise is not kept yet, and the bounds that are: (auto / plain, auto / full)."""
@@ -181,6 +181,11 @@ def earlier() -> dict[str, dict[str, dict[str, float]]]:
     return json.loads((GOLDEN / "policy_speeds.json").read_text())
 
 
+def against_earlier(machine: str, load: str, concurrency: int) -> float:
+    speeds = [auto(machine, seed=seed)[load, concurrency] for seed in range(3)]
+    return float(np.mean(speeds)) / earlier()[machine][load][str(concurrency)]
+
+
 def bounds(machine: str, load: str, concurrency: int) -> tuple[float, float]:
     """The least auto / plain and auto / full. Two kinds side by side are worth 1.05 of both, but not on one core at 16
     and 32 at once, where even a policy that knew which is which would gain less than a tenth."""
@@ -199,10 +204,9 @@ def test_a_load_is_served_as_fast_as_plainly_and_as_by_whole_blocks(machine: str
 
 @pytest.mark.parametrize("machine", PREFILL_MS)
 def test_no_load_is_slower_than_by_the_earlier_policy(machine: str) -> None:
-    """By more than 3 %. Seeds differ by up to 7 % in a cell, so a few cells may miss by that."""
-    found = {cell: speed / earlier()[machine][cell[0]][str(cell[1])] for cell, speed in auto(machine).items()}
-    slower = {cell: ratio for cell, ratio in found.items() if ratio < 0.97}
-    assert len(slower) <= 1 and min(found.values()) >= 0.95, slower
+    """By more than 3 %, as means of three seeds, which differ by up to 7 % in a cell."""
+    found = {cell: against_earlier(machine, *cell) for cell in auto(machine)}
+    assert min(found.values()) >= 0.97, {cell: ratio for cell, ratio in found.items() if ratio < 0.97}
     assert np.exp(np.mean(np.log([*found.values()]))) >= 0.995
 
 
@@ -221,7 +225,7 @@ def report() -> None:
     """Prints all cells."""
     for machine, load, concurrency in itertools.product(PREFILL_MS, LOADS, CONCURRENCIES):
         plain, full = ratios(machine, load, concurrency)
-        before = auto(machine)[load, concurrency] / earlier()[machine][load][str(concurrency)]
+        before = against_earlier(machine, load, concurrency)
         print(
             f"{machine:11} {load:27} {concurrency:2}  auto / plain {plain:.3f}  auto / full {full:.3f}  "
             f"auto / earlier {before:.3f}"

@@ -67,7 +67,7 @@ class Batch:
     @property
     def sampling(self) -> list[ScheduledSequence]:
         """Return the shares that yield tokens, in the order of `StepResult`."""
-        return [rows for rows in self.rows if rows.needs_logits]
+        return [share for share in self.rows if share.needs_logits]
 
     @property
     def kind(self) -> str:
@@ -78,15 +78,15 @@ class Batch:
     @property
     def num_drafting(self) -> int:
         """Return the number of sequences that verify drafts."""
-        return sum(rows.num_drafts > 0 for rows in self.decodes)
+        return sum(share.num_drafts > 0 for share in self.decodes)
 
     @property
     def num_drafts(self) -> int:
-        return sum(rows.num_drafts for rows in self.decodes)
+        return sum(share.num_drafts for share in self.decodes)
 
     @property
     def has_live_rows(self) -> bool:
-        return any(rows.seq.batch_slot >= 0 for rows in self.rows)
+        return any(share.seq.batch_slot >= 0 for share in self.rows)
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prefills)

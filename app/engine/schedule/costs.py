@@ -1,6 +1,7 @@
 """Milliseconds of a decode step by its shape, timed at startup and corrected while serving. No torch, no clock."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from math import log
 from typing import Any, NamedTuple, Protocol
 
@@ -15,7 +16,6 @@ _SPEED_GAIN, _DRAFTING_GAIN = 0.1, 0.03
 """Shares of an error that correct the speed of steps, which drifts with the machine, and the cost of drafting."""
 _MAX_ERROR = 0.7
 """Errors are clipped at a factor of two, because something else held a longer step up."""
-_NONE = np.array([])
 
 
 class Shape(NamedTuple):
@@ -66,8 +66,7 @@ class CostTable:
         self._sizes = sizes
         self.seqs = sorted({shape.seqs for shape in ms})
         self._verify: list[Curve] = []
-        self._known_draft: dict[int, Floats] = {}
-        self._known_target: dict[int, Floats] = {}
+        self._draft_ms, self._target_ms = cache(self._draft_pass), cache(self._target_pass)
         self._logs = np.zeros((len(self.seqs), 2))  # corrections, as logarithms: of all costs, and of drafting besides
         self._factors = [(1.0, 1.0)] * len(self.seqs)  # of a plain step, and of what drafting adds to it
         widest = self.widths[-1]
@@ -111,36 +110,29 @@ class CostTable:
 
     def _parts(self, seqs: int, blocks: Any, rows: int, drafts: Any) -> tuple[Floats, Floats]:
         """Return ms of a plain step of these sequences, and ms that drafting adds to it."""
-        draft_ms, target_ms = self._draft_ms(int(np.max(blocks)), rows), self._target_ms(seqs, int(np.max(drafts)))
+        draft_ms, target_ms = (
+            table(size, 2 << int(np.max(counts)).bit_length())  # few sizes, so that few tables are computed
+            for table, size, counts in ((self._draft_ms, rows, blocks), (self._target_ms, seqs, drafts))
+        )
         speed, drafting = self._factors[self._nearest(seqs)]
         return speed * target_ms[0], drafting * (draft_ms[blocks] + target_ms[drafts] - target_ms[0])
 
     def _nearest(self, seqs: int) -> int:
         return min(range(len(self.seqs)), key=lambda i: abs(log(self.seqs[i] / max(seqs, 1))))
 
-    def _draft_ms(self, most: int, rows: int) -> Floats:
-        """Return ms of a draft pass of 0, 1, ... `most` blocks or more, which is computed once."""
-        known = self._known_draft.get(rows, _NONE)
-        if most >= len(known):
-            counts = np.arange(2 * most + 2)
-            passes = self._sizes.draft_passes(rows) if self._sizes else ()
-            stairs = {0: 0.0} | {count: float(self._draft_at(count, width)) for count, width in passes}
-            known = _stairs(_curve(stairs), counts) if passes else self._draft_at(counts, rows)
-            self._known_draft[rows] = known
-        return known
+    def _draft_pass(self, rows: int, size: int) -> Floats:
+        """Return ms of a draft pass of 0, 1, ... `size` - 1 blocks."""
+        passes = self._sizes.draft_passes(rows) if self._sizes else ()
+        if not passes:
+            return self._draft_at(np.arange(size), rows)
+        return _stairs({0: 0.0} | {count: float(self._draft_at(count, width)) for count, width in passes}, size)
 
-    def _target_ms(self, seqs: int, most: int) -> Floats:
-        """Return ms of a target pass of 0, 1, ... `most` drafts or more, which is computed once."""
-        known = self._known_target.get(seqs, _NONE)
-        if most >= len(known):
-            counts = np.arange(2 * most + 2)
-            if self._sizes:
-                passes = self._sizes.target_passes(seqs)
-                known = _stairs(_curve({drafts: float(self._target_at(n, drafts)) for n, drafts in passes}), counts)
-            else:
-                known = self._target_at(seqs, counts)
-            self._known_target[seqs] = known
-        return known
+    def _target_pass(self, seqs: int, size: int) -> Floats:
+        """Return ms of a target pass of 0, 1, ... `size` - 1 drafts."""
+        if not self._sizes:
+            return self._target_at(seqs, np.arange(size))
+        passes = self._sizes.target_passes(seqs)
+        return _stairs({drafts: float(self._target_at(n, drafts)) for n, drafts in passes}, size)
 
     def _draft_at(self, blocks: Any, rows: int) -> Floats:
         width = next((width for width in self.widths if width >= rows), self.widths[-1])
@@ -162,9 +154,10 @@ def _curve(points: Mapping[int, float]) -> Curve:
     return np.array(counts, dtype=float), np.maximum.accumulate([points[count] for count in counts])
 
 
-def _stairs(curve: Curve, counts: NDArray[np.int64]) -> Floats:
-    """Return for each count the ms of the first one of the curve that is no smaller, else of the last."""
-    return np.asarray(curve[1][np.searchsorted(curve[0][:-1], counts)])
+def _stairs(points: Mapping[int, float], size: int) -> Floats:
+    """Return for each of `size` counts the ms of the first point that is no smaller, else of the last."""
+    counts, ms = _curve(points)
+    return np.asarray(ms[np.searchsorted(counts[:-1], np.arange(size))])
 
 
 def _interpolate(curve: Curve, counts: Any) -> Floats:

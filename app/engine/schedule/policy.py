@@ -8,7 +8,6 @@ read from the device before the target runs. No torch, no clock.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +21,10 @@ _OPTIMISM, _PRIOR_DRAFTS = 0.86, 11.0
 """Acceptance before anything is known, and the drafts that weigh as much. It is high, because only drafting shows what
 drafts are worth."""
 _OWN_PRIOR_DRAFTS = np.array([1.0, 3.0, 20.0, 100.0])
-"""Drafts of one sequence that weigh as much as the prior from all: few if texts differ, many if they are alike. The
-number that has predicted the last outcomes best is used."""
+"""Drafts of one sequence that weigh as much as the prior from all: few if texts differ, many if they are alike. Each
+number is trusted as it has predicted the last outcomes."""
+_TRUST = 0.5
+"""Power of the likelihood that it gave them, below 1 because outcomes of one sequence depend on each other."""
 _RAREST = 1e-3
 """Chances stay this far from 0 and 1, so that odds are finite."""
 _WORTH_DRAFTING = 1.03
@@ -33,10 +34,11 @@ _PROBE_SHARE, _PROBE_DRAFTS = 0.012, 5
 _SURPRISE, _KEPT_AT_SURPRISE = 0.1, 0.3
 """A probe that is accepted whole although that was less likely than the first shows that the text has changed. The
 outcomes of all sequences then keep the second as their weight, because other texts may have changed too."""
-_MAX_STEPS = 16
-"""Steps that a decision holds for, because deciding costs more than a plain step's other host work."""
+_MAX_STEPS, _MANY_SEQS = 16, 32
+"""Steps that a decision holds for, because deciding costs host time. If a sequence disappoints or ends it holds for one
+step, and for one more with each of the second number of sequences, of which one always does."""
 _DISAPPOINTING = 4
-"""A step that accepts less than one in this many of its drafts ends a decision."""
+"""A sequence disappoints that keeps less than one in this many of its drafts."""
 
 
 class Widths(NamedTuple):
@@ -60,7 +62,6 @@ class History:
     accepted: float = 0.0
     expected: float = 0.0
     drafts: int = 0
-    has_drafted: bool = False
     last_probe: int = -1
     is_probed: bool = False
 
@@ -88,11 +89,11 @@ def shifted(curves: Floats, own: Floats, mean: float, prior_drafts: Any) -> Floa
     prior = prior_drafts * mean
     scale = _odds((accepted + prior) / (tried + prior_drafts)) / _odds((expected + prior) / (tried + prior_drafts))
     odds = _odds(curves) * scale
-    return np.asarray(np.clip(odds / (1 + odds), _RAREST, 1 - _RAREST))
+    return np.asarray(np.minimum(np.maximum(odds / (1 + odds), _RAREST), 1 - _RAREST))
 
 
 def _odds(chance: Any) -> Any:
-    chance = np.clip(chance, _RAREST, 1 - _RAREST)
+    chance = np.minimum(np.maximum(chance, _RAREST), 1 - _RAREST)
     return chance / (1 - chance)
 
 
@@ -102,38 +103,36 @@ def best_widths(survival: Floats, costs: CostTable) -> list[int]:
     `survival` `[S, b - 1]` is 0 in a sequence that may not draft. A sequence drafts a block, of one width for all, or
     none. Of those that draft, the likeliest drafts of all are verified first.
     """
-    plain = [0] * len(survival)
-    if not (survival > 0).any():
-        return plain
-    best = (_best_of_block(survival[:, : rows - 1], rows, costs) for rows in costs.widths)
-    rate, drafts = max(best, key=itemgetter(0))
-    return drafts if rate > _WORTH_DRAFTING * len(plain) / float(costs.step_ms(len(plain), 0, 0, 0)) else plain
-
-
-def _best_of_block(survival: Floats, rows: int, costs: CostTable) -> tuple[float, list[int]]:
-    """Return (tokens per ms, drafts) of the best choice with blocks of `rows` rows."""
     num_seqs, num_drafts = survival.shape
-    order = np.argsort(-survival.sum(axis=1), kind="stable")
-    most = int((survival[:, 0] > 0).sum())
-    drafting = np.array(sorted({max(1, most * i // 8) for i in range(1, 9)}))  # numbers of drafting sequences to try
-    masked = survival[order] * (np.arange(num_seqs) < drafting[:, None])[..., None]
-    likeliest = -np.sort(-masked.reshape(len(drafting), -1))
-    tokens = num_seqs + np.cumsum(likeliest, axis=1)
-    rates = tokens / costs.step_ms(num_seqs, drafting[:, None], rows, np.arange(1, num_seqs * num_drafts + 1))
+    most = int((survival > 0).any(axis=1).sum())
+    drafts = [0] * num_seqs
+    if not most:
+        return drafts
+    best = _WORTH_DRAFTING * num_seqs / float(costs.step_ms(num_seqs, 0, 0, 0))
+    numbers = np.array(sorted({max(1, most * i // 8) for i in range(1, 9)}))[:, None]  # of drafting sequences to try
+    order = np.argsort(-survival, axis=None, kind="stable")
+    seqs, places = np.divmod(order, num_drafts)
+    likeliest = survival.ravel()[order]
     # Equally likely drafts are verified together, so a choice between them would cost more than its rate says.
-    rates[np.diff(likeliest, axis=1, append=-1.0) == 0] = 0.0
-    size, last = np.unravel_index(rates.argmax(), rates.shape)
-    drafts = np.zeros(num_seqs, dtype=np.int64)
-    chosen = order[: drafting[size]]
-    drafts[chosen] = (survival[chosen] >= likeliest[size, last]).sum(axis=1)
-    return float(rates[size, last]), drafts.tolist()
+    ends = np.flatnonzero(np.diff(likeliest, append=-1.0))
+    for rows in costs.widths:
+        rank = np.argsort(np.argsort(-survival[:, : rows - 1].sum(axis=1), kind="stable"))
+        is_verified = (rank[seqs] < numbers) & (places < rows - 1)
+        tokens = num_seqs + (is_verified * likeliest).cumsum(axis=1)[:, ends]
+        rates = tokens / costs.step_ms(num_seqs, numbers, rows, is_verified.cumsum(axis=1)[:, ends])
+        number, end = np.unravel_index(rates.argmax(), rates.shape)
+        if rates[number, end] > best:
+            verified = seqs[: ends[end] + 1][is_verified[number, : ends[end] + 1]]
+            best, drafts = float(rates[number, end]), np.bincount(verified, minlength=num_seqs).tolist()
+    return drafts
 
 
 class Policy:
     """Chooses widths step by step.
 
     `width` fixes the rows to verify of every sequence, its anchor included. None is automatic with `costs` and a whole
-    block without. An automatic decision holds for some steps, until a sequence comes, ends or disappoints.
+    block without. An automatic decision holds for some steps, fewer if a sequence disappoints or ends, and until one
+    comes.
     """
 
     def __init__(self, block_size: int, costs: CostTable | None = None, width: int | None = None) -> None:
@@ -142,11 +141,12 @@ class Policy:
         self.fixed_block = width or block_size
         self.histories: dict[Hashable, History] = {}
         self.num_decisions = 0
+        self._unlearned: list[tuple[History, int, int]] = []
         self._outcomes = np.zeros((2, 2, block_size - 1))  # tried and accepted, of first and later blocks, by position
         self._curves = priors(*self._outcomes)[1]
         self._surprise = np.zeros(len(_OWN_PRIOR_DRAFTS))  # of the last outcomes, under each prior
         self._decided_for: set[Hashable] = set()
-        self._steps = self._steps_left = 0
+        self._steps = self._decided_at = self._holds_for = 0
         probe = min(_PROBE_DRAFTS, block_size - 1)
         # Time of one probe at most is saved up, so no two follow each other.
         self._probe_ms = self._max_probe_ms = float(costs.step_ms(1, 1, probe + 1, probe)) if costs else 0.0
@@ -156,9 +156,11 @@ class Policy:
         """Return the widths of a step for (sequence, most drafts that it may verify)."""
         if self.costs is None:
             return Widths([min(limit, self.fixed_block - 1) for _, limit in wanted], self.fixed_block)
+        if self._unlearned:
+            self._learn()
         self._steps += 1
-        self._steps_left -= 1
-        if self._steps_left < 0 or {sequence for sequence, _ in wanted} != self._decided_for:
+        has_come = not self._decided_for.issuperset(sequence for sequence, _ in wanted)
+        if has_come or self._steps - self._decided_at >= self._holds_for:
             self._decide(wanted, self.costs)
         histories = [self.histories[sequence] for sequence, _ in wanted]
         limits = [limit for _, limit in wanted]
@@ -167,30 +169,10 @@ class Policy:
         return self._probe(histories, limits, Widths(drafts, block), self.costs)
 
     def record_acceptance(self, sequence: Hashable, verified: int, accepted: int) -> None:
-        """Learn how many of a sequence's verified drafts were accepted."""
+        """Note how many of a sequence's verified drafts were accepted. The next choice learns from it."""
         history = self.histories.get(sequence)
-        if not verified or self.costs is None or history is None:
-            return
-        likelihood = history.chances[:, :accepted].prod(axis=1)
-        if accepted < verified:
-            likelihood *= 1 - history.chances[:, accepted]
-        self._surprise = _MEMORY * self._surprise - np.log(likelihood)
-        if history.is_probed or _DISAPPOINTING * accepted < verified:
-            self._steps_left = 0
-        if history.is_probed and accepted == verified and likelihood[self._surprise.argmin()] < _SURPRISE:
-            history.tried = history.accepted = history.expected = 0.0
-            history.has_drafted = False
-            self._surprise[:] = 0.0
-            self._outcomes *= _KEPT_AT_SURPRISE
-            self._probes_all = True
-        kind, tried = self._kind(history), min(accepted + 1, verified)
-        self._outcomes *= _MEMORY
-        self._outcomes[0, kind, :tried] += 1
-        self._outcomes[1, kind, :accepted] += 1
-        history.tried = _OWN_MEMORY * history.tried + tried
-        history.accepted = _OWN_MEMORY * history.accepted + accepted
-        history.expected = _OWN_MEMORY * history.expected + float(self._curves[kind, :tried].sum())
-        history.has_drafted, history.is_probed = True, False
+        if verified and history is not None:
+            self._unlearned.append((history, verified, accepted))
 
     def record_time(
         self, seqs: int, blocks: int, rows: int, drafts: int, ms: float, *, prefilled: bool = False
@@ -205,12 +187,54 @@ class Policy:
         """Drop what is known of a sequence that has ended. What all sequences taught stays."""
         self.histories.pop(sequence, None)
         if sequence in self._decided_for:
+            self._shorten()
             self._decided_for.discard(sequence)
-            self._steps_left = 0
+
+    def _shorten(self) -> None:
+        """Let the decision hold no longer than where a sequence disappoints."""
+        self._holds_for = min(self._holds_for, 1 + len(self._decided_for) // _MANY_SEQS)
+
+    def _trust(self) -> Floats:
+        """Return the shares `[W]` of the `_OWN_PRIOR_DRAFTS` in an estimate."""
+        weights = np.exp(_TRUST * (self._surprise.min() - self._surprise))
+        return np.asarray(weights / weights.sum())
+
+    def _learn(self) -> None:
+        """Learn from the noted outcomes, all at once because numpy's calls cost more than the numbers."""
+        histories = [history for history, _, _ in self._unlearned]
+        verified, accepted = np.array([counts for _, *counts in self._unlearned]).T[..., None]
+        self._unlearned.clear()
+        places = np.arange(self.block_size - 1)
+        is_accepted, is_tried = places < accepted, places < np.minimum(accepted + 1, verified)
+        chances = np.stack([history.chances for history in histories], axis=1)
+        likelihood = np.where(is_accepted, chances, np.where(is_tried, 1 - chances, 1.0)).prod(axis=2)
+        weights = _MEMORY ** np.arange(len(histories))[::-1]
+        faded = _MEMORY ** len(histories)
+        self._surprise = faded * self._surprise - np.log(likelihood) @ weights
+        is_surprise = (self._trust() @ likelihood < _SURPRISE) & (accepted == verified).ravel()
+        for history, surprises in zip(histories, is_surprise, strict=True):
+            if history.is_probed:
+                self._holds_for = 0
+                if surprises:
+                    history.tried = history.accepted = history.expected = 0.0
+                    self._surprise[:] = 0.0
+                    self._outcomes *= _KEPT_AT_SURPRISE
+                    self._probes_all = True
+            history.is_probed = False
+        if (_DISAPPOINTING * accepted < verified).any():
+            self._shorten()
+        kinds = np.array([self._kind(history) for history in histories])
+        of_kinds = weights * (kinds == [[0], [1]])
+        self._outcomes = faded * self._outcomes + (of_kinds @ is_tried, of_kinds @ is_accepted)
+        own = is_tried.sum(axis=1), is_accepted.sum(axis=1), (self._curves[kinds] * is_tried).sum(axis=1)
+        for history, tried, kept, expected in zip(histories, *(counts.tolist() for counts in own), strict=True):
+            history.tried = _OWN_MEMORY * history.tried + tried
+            history.accepted = _OWN_MEMORY * history.accepted + kept
+            history.expected = _OWN_MEMORY * history.expected + expected
 
     def _kind(self, history: History) -> int:
         """Return 1 if the next block follows a drafted one or is a block's length into the answer, else 0."""
-        return int(history.has_drafted or self._steps - history.first_step >= self.block_size)
+        return int(history.tried > 0 or self._steps - history.first_step >= self.block_size)
 
     def _decide(self, wanted: Sequence[tuple[Hashable, int]], costs: CostTable) -> None:
         mean, self._curves = priors(*self._outcomes)
@@ -221,14 +245,14 @@ class Policy:
         curves = self._curves[[self._kind(history) for history in histories]]
         own = np.array([(history.tried, history.accepted, history.expected) for history in histories]).reshape(-1, 3)
         chances = shifted(curves, own, mean, _OWN_PRIOR_DRAFTS[:, None, None]).swapaxes(0, 1)
-        survival = chances[:, self._surprise.argmin()].cumprod(axis=1)
+        survival = (self._trust() @ chances).cumprod(axis=1)
         # Sequences near their end draft on although they gain little, because slow ones keep others waiting.
         may_draft = np.array([limit > 0 for _, limit in wanted], dtype=bool).reshape(-1, 1)
         chosen = best_widths(survival * may_draft, costs)
         for history, row, drafts in zip(histories, chances, chosen, strict=True):
             history.chances, history.drafts = row, drafts
         self._decided_for = {sequence for sequence, _ in wanted}
-        self._steps_left = _MAX_STEPS
+        self._decided_at, self._holds_for = self._steps, _MAX_STEPS
         self.num_decisions += 1
 
     def _probe(self, histories: list[History], limits: list[int], widths: Widths, costs: CostTable) -> Widths:

@@ -2,7 +2,7 @@
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from app.engine.schedule.batch import Batch, ScheduledSequence, StepResult
 from app.engine.schedule.page_pool import OutOfPages, PagePool
@@ -130,7 +130,10 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """Return the rows of the next step, with nothing in flight. It is empty if all that could run are dropped."""
-        self.pool.to_scrub += [slot for seq in self.unclean for slot in self._slots_after(seq)]
+        page_size = self.pool.page_size
+        for seq in self.unclean:
+            after = range(seq.num_computed, len(seq.pages) * page_size)
+            self.pool.to_scrub += [seq.pages[place // page_size] * page_size + place % page_size for place in after]
         self.unclean.clear()
         while True:
             try:
@@ -153,10 +156,9 @@ class Scheduler:
         batch = Batch(block_rows=widths.block)
         for seq, drafts in zip(decoding, widths.drafts, strict=True):
             self.states.prepare(seq)
-            batch.decodes.append(
-                ScheduledSequence(seq, seq.num_computed, drafts + 1, True, drafts, next_slot=seq.next_state_slot)
-            )
-        budget = self.max_num_batched_tokens - sum(rows.count for rows in batch.decodes)
+            share = ScheduledSequence(seq, seq.num_computed, drafts + 1, True, drafts, next_slot=seq.next_state_slot)
+            batch.decodes.append(share)
+        budget = self.max_num_batched_tokens - sum(share.count for share in batch.decodes)
         for seq in self.running:
             if not seq.is_decoding and budget > 0:
                 self.at_hand = seq
@@ -169,7 +171,7 @@ class Scheduler:
                 break
             self.running.append(self.waiting.popleft())
             seq.batch_slot = self._free_batch_slots.pop()
-            self._take_state(seq)
+            self.states.take(seq, self._digest(seq, seq.num_computed) if seq.num_computed else None)
             batch.prefills.append(self._chunk(seq, budget))
             batch.begun.append(seq.request.request_id)
             budget -= batch.prefills[-1].count
@@ -235,30 +237,29 @@ class Scheduler:
                 if newest is seq:
                     return False
 
-    def _take_state(self, seq: Sequence) -> None:
-        """Give a new sequence a slot, and the checkpoint after the pages that were found for it."""
-        page = seq.num_computed // self.pool.page_size - 1
-        self.states.take(seq, seq.digest(page, self.pool.page_size) if page >= 0 else None)
-        self.states.prepare(seq)
-
     def _chunk(self, seq: Sequence, budget: int) -> ScheduledSequence:
+        """Return the next rows of a prompt, which end where it is cut and may leave a checkpoint after a split too."""
         start, end, split = seq.num_computed, min(seq.num_tokens, seq.num_computed + budget), 0
         if self.states.num_checkpoints and seq.cacheable:
-            end = min(end, self._next_cut(seq))
-            last = self._last_full_page(seq)
+            cut, last = self._next_checkpoints(seq)
+            end = min(end, cut)
             split = last if start < last < end and self.states.reserve_split(seq) else 0
         needs_logits = end == seq.num_tokens
         return ScheduledSequence(
             seq, start, end - start, needs_logits, next_slot=seq.next_state_slot, is_prefill=True, split=split
         )
 
-    def _next_cut(self, seq: Sequence) -> int:
-        """Return the multiple of the interval at which a prompt is cut next, so that its state becomes a checkpoint."""
-        return (seq.num_computed // self.states.interval + 1) * self.states.interval
+    def _next_checkpoints(self, seq: Sequence) -> tuple[int, int]:
+        """Return the multiple of the interval at which a prompt is cut next, and the end of its last full page.
 
-    def _last_full_page(self, seq: Sequence) -> int:
-        """Return the end of the last page that another sequence of the same tokens could find."""
-        return (seq.num_tokens - 1) // self.pool.page_size * self.pool.page_size
+        That is the last one that another sequence of the same tokens could find.
+        """
+        interval, page_size = self.states.interval, self.pool.page_size
+        return (seq.num_computed // interval + 1) * interval, (seq.num_tokens - 1) // page_size * page_size
+
+    def _digest(self, seq: Sequence, end: int) -> bytes:
+        """Return the digest of the page of a sequence that ends with its first `end` tokens."""
+        return seq.digest(end // self.pool.page_size - 1, self.pool.page_size)
 
     def _may_admit(self, seq: Sequence) -> bool:
         """Give pages to a new sequence, cached ones first, if there is room for it."""
@@ -293,22 +294,12 @@ class Scheduler:
     def _is_being_filled(self, seq: Sequence, page: int) -> bool:
         """Return True if a running sequence fills, in this step, the page or checkpoint that `seq` could use next."""
         page_size = self.pool.page_size
-        if not seq.cacheable:
-            return False
-        for other in self.running:
-            end = self._next_checkpoint(other) if self.states.num_slots else (page + 1) * page_size
-            if not (other.cacheable and other.num_computed < end <= other.num_tokens):
-                continue
-            if not page * page_size < end < seq.num_tokens:
-                continue
-            if other.digest(end // page_size - 1, page_size) == seq.digest(end // page_size - 1, page_size):
+        for other in self.running if seq.cacheable else ():
+            end = min(self._next_checkpoints(other)) if self.states.num_slots else (page + 1) * page_size
+            is_next = other.num_computed < end <= other.num_tokens and page * page_size < end < seq.num_tokens
+            if other.cacheable and is_next and self._digest(other, end) == self._digest(seq, end):
                 return True
         return False
-
-    def _next_checkpoint(self, seq: Sequence) -> int:
-        """Return the number of tokens before the next checkpoint of a prompt, or 0 if it has none left."""
-        last = self._last_full_page(seq)
-        return min(self._next_cut(seq), last) if seq.num_computed < last else 0
 
     def _commit_share(self, share: ScheduledSequence, tokens: list[int], num_accepted: int) -> TokenDelta | None:
         """Take the tokens of a share into its sequence. A prefill chunk before the last yields none."""
@@ -349,29 +340,29 @@ class Scheduler:
         steps = [SpecStep(len(emitted), num_verified, num_accepted)]
         return TokenDelta(request.request_id, emitted, steps, seq.num_cached or 0, finish_reason)
 
-    def _publish(self, rows: ScheduledSequence) -> None:
-        """Let pages be found that end between the rows' start and `num_computed`. KV of refused drafts lies past it."""
-        seq, page_size = rows.seq, self.pool.page_size
+    def _publish(self, share: ScheduledSequence) -> None:
+        """Let pages be found that end between the share's start and `num_computed`. Refused drafts lie past it."""
+        seq, page_size = share.seq, self.pool.page_size
         if seq.cacheable:
-            filled = range(rows.start // page_size, seq.num_computed // page_size)
+            filled = range(share.start // page_size, seq.num_computed // page_size)
             new = [page for page in filled if self.pool.publish(seq.pages[page], seq.digest(page, page_size))]
             if new and self.pool.events is not None:
                 self.pool.events.stored(seq, new, page_size)
             if self.states.num_checkpoints:
-                self._publish_states(rows)
+                self._publish_states(share)
 
-    def _publish_states(self, rows: ScheduledSequence) -> None:
-        """Let the states that the rows leave after full pages be found.
+    def _publish_states(self, share: ScheduledSequence) -> None:
+        """Let the states that the share's rows leave after full pages be found.
 
         A slot has the state before the rows and their inputs, so it serves for a page that ends among these.
         """
-        seq, states, page_size = rows.seq, self.states, self.pool.page_size
-        if rows.split and seq.split_slot:
-            states.publish_split(seq, seq.digest(rows.split // page_size - 1, page_size))
+        seq, states, page_size = share.seq, self.states, self.pool.page_size
+        if share.split and seq.split_slot:
+            states.publish_split(seq, self._digest(seq, share.split))
         end = seq.num_computed // page_size * page_size
-        if not end or end < (rows.end if rows.is_prefill else rows.start):
+        if not end or end < (share.end if share.is_prefill else share.start):
             return
-        digest = seq.digest(end // page_size - 1, page_size)
+        digest = self._digest(seq, end)
         if digest == seq.replaceable:
             return
         if seq.replaceable:
@@ -414,8 +405,8 @@ class Scheduler:
     def forget_pages(self, seq: Sequence) -> None:
         """Let the pages and checkpoints of a sequence, some of which may not be finite, be found no more."""
         self.pool.forget(seq.pages)
-        for page in range(len(seq.pages) if self.states.num_checkpoints else 0):
-            if (page + 1) * self.pool.page_size <= seq.num_tokens:
+        if self.states.num_checkpoints:
+            for page in range(min(len(seq.pages), seq.num_tokens // self.pool.page_size)):
                 self.states.forget(seq.digest(page, self.pool.page_size))
 
     def _start_over(self, seq: Sequence) -> None:
@@ -424,14 +415,8 @@ class Scheduler:
         self.states.release(seq)
         seq.num_computed = 0
         seq.cacheable = False
-        self._take_state(seq)
+        self.states.take(seq)
         self._grow_or_preempt(seq)
-
-    def _slots_after(self, seq: Sequence) -> Iterator[int]:
-        """Yield the slots after the sequence's computed tokens."""
-        page_size = self.pool.page_size
-        for place in range(seq.num_computed, len(seq.pages) * page_size):
-            yield seq.pages[place // page_size] * page_size + place % page_size
 
 
 def _unhandled(of: object, error: object) -> TokenDelta:

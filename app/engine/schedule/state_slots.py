@@ -49,15 +49,14 @@ class StateSlots:
         return digest in self._slot_of
 
     def take(self, seq: Sequence, digest: bytes | None = None) -> None:
-        """Give a sequence that begins to run a slot, or the checkpoint after the page of `digest` to read."""
-        if not self.num_slots:
-            return
-        if digest is None:
+        """Give a sequence that begins to run a slot, or the checkpoint after the page of `digest` and a next slot."""
+        if self.num_slots and digest is None:
             seq.state_slot = self._free.pop()
-            return
-        seq.state_slot = self._slot_of[digest]
-        self._slot_of.move_to_end(digest)
-        self._num_readers[seq.state_slot] += 1
+        elif self.num_slots and digest:
+            seq.state_slot = self._slot_of[digest]
+            self._slot_of.move_to_end(digest)
+            self._num_readers[seq.state_slot] += 1
+            self.prepare(seq)
 
     def prepare(self, seq: Sequence, *, keep: bool = False) -> bool:
         """Give a next slot to a sequence whose slot must stay as it is: a checkpoint, or any with `keep`.
@@ -108,10 +107,10 @@ class StateSlots:
         self._drop(seq.split_slot)
         seq.split_slot = 0
 
-    def commit(self, rows: ScheduledSequence) -> None:
+    def commit(self, share: ScheduledSequence) -> None:
         """Let the slot that these rows write take the place of their sequence's slot, once."""
-        seq = rows.seq
-        if rows.next_slot and rows.next_slot == seq.next_state_slot:
+        seq = share.seq
+        if share.next_slot and share.next_slot == seq.next_state_slot:
             self._drop(seq.state_slot)
             seq.state_slot, seq.next_state_slot = seq.next_state_slot, 0
             self._give_spare_back(seq)
@@ -126,11 +125,9 @@ class StateSlots:
 
     def forget(self, digest: bytes) -> None:
         """Let the checkpoint after the page of `digest`, if there is one, be found no more."""
-        slot = self._slot_of.pop(digest, 0)
-        if slot:
+        if slot := self._slot_of.pop(digest, 0):
             del self._digest_of[slot]
-            if not self._num_readers[slot]:
-                self._set_free(slot)
+            self._free_unread(slot)
 
     def flush(self) -> None:
         """Forget all checkpoints. Sequences go on with those that they read."""
@@ -154,17 +151,16 @@ class StateSlots:
         return True
 
     def _drop(self, slot: int) -> None:
-        """Take a sequence away from its slot, which is free then unless it is a checkpoint."""
-        if slot not in self._num_readers:
-            self._free.append(slot)
-            return
-        self._num_readers[slot] -= 1
-        if not self._num_readers[slot] and slot not in self._digest_of:
-            self._set_free(slot)
+        """Take a sequence away from its slot."""
+        if slot in self._num_readers:
+            self._num_readers[slot] -= 1
+        self._free_unread(slot)
 
-    def _set_free(self, slot: int) -> None:
-        del self._num_readers[slot]
-        self._free.append(slot)
+    def _free_unread(self, slot: int) -> None:
+        """Free a slot that no sequence reads any more, unless it is a checkpoint."""
+        if not self._num_readers.get(slot) and slot not in self._digest_of:
+            self._num_readers.pop(slot, None)
+            self._free.append(slot)
 
     def _give_spare_back(self, seq: Sequence) -> None:
         if self._spare_owner is seq:

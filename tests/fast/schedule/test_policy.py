@@ -150,8 +150,7 @@ def replay_recorded(load: str, costs: str, width: int | None, concurrency: int) 
 @pytest.mark.parametrize("load", recorded())
 def test_on_recorded_text_it_is_as_good_as_the_best_fixed_width(load: str, costs: str, concurrency: int) -> None:
     fixed = {width: replay_recorded(load, costs, width, concurrency) for width in WIDTHS}
-    least = 0.95 if (load, costs, concurrency) == ("copy", "cpu", 16) else 0.97  # blocks of 8 rows are best, all whole
-    assert replay_recorded(load, costs, None, concurrency) >= least * max(fixed.values()), fixed
+    assert replay_recorded(load, costs, None, concurrency) >= 0.97 * max(fixed.values()), fixed
 
 
 @pytest.mark.exhaustive
@@ -387,12 +386,21 @@ def test_a_decision_is_made_anew_when_a_sequence_comes_ends_or_disappoints_and_n
     assert any(decided_anew("b") for _ in range(100)), "no decision holds for ever"
 
 
+def test_a_decision_about_many_sequences_holds_although_some_disappoint_at_every_step() -> None:
+    policy, random = Policy(BLOCK, planted("accelerator")), Random(0)
+    for _ in range(100):
+        for i, drafts in enumerate(policy.choose([(i, BLOCK - 1) for i in range(32)]).drafts):
+            policy.record_acceptance(i, drafts, next(n for n in range(99) if n == drafts or random.random() > 0.7))
+    assert policy.num_decisions <= 55
+
+
 def test_an_outcome_may_come_after_a_later_decision_or_after_the_end() -> None:
     """Where steps overlap the next decision is there before the outcome, without those that are about to end."""
     policy = Policy(BLOCK, planted("accelerator"))
     policy.choose([("a", 15), ("b", 15)])
     policy.choose([("a", 15)])
     policy.record_acceptance("b", 15, 3)
+    policy.choose([("a", 15)])
     assert policy.histories["b"].tried == 4
     policy.forget("b")
     policy.record_acceptance("b", 15, 3)
@@ -405,10 +413,12 @@ def test_a_probe_that_is_accepted_whole_is_news_only_where_that_was_unlikely(acc
     for _ in range(40):
         policy.choose([("a", 15), ("b", 15)])
         policy.record_acceptance("b", 15, accepted)
+    policy.choose([("a", 15), ("b", 15)])
     history = policy.histories["a"]
     history.tried, history.accepted, history.expected = 15.0, float(accepted), 14.0
     history.is_probed = True
     policy.record_acceptance("a", 5, 5)
+    policy.choose([("a", 15), ("b", 15)])
     assert (history.tried == 5) == is_news, "what the sequence was like before says nothing any more"
 
 
