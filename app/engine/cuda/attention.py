@@ -1,5 +1,4 @@
-"""Paged attention in Triton, for a few query rows a sequence, under any mask. Tokens that have left the window are not
-read.
+"""Paged attention in Triton, for a few query rows a sequence, under any mask. Only tokens inside the window are read.
 
 The query heads of a KV head share one tile, so K and V are read once for all of them. The kernel reads all lengths on
 the device. The host decides only the shape of the launch, which follows from tensor shapes.
@@ -68,8 +67,8 @@ class Tile(NamedTuple):
 def default_tile(heads: Heads, dtype: torch.dtype, *, plain: bool) -> Tile:
     """Return the variant that is launched unless another was faster.
 
-    Triton keeps as many tiles of K and V in flight as `stages` less two. With three it waits for each tile as soon as
-    it has asked for it. Partial results of a tile of many rows are dear, because `combine` reads them in fp32.
+    Triton keeps `stages` less two tiles of K and V in flight; with three it waits for each tile at once. Partial
+    results of a tile of many rows are dear, because `combine` reads them in fp32.
     """
     narrow, wide = dtype.itemsize <= 2, heads.head_dim > 128
     if plain:

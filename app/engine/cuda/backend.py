@@ -12,7 +12,6 @@ from app.engine.cache_folder import cache
 from app.engine.cuda import experts, gated_delta, integers, prefill, products, rows, timed_launches
 from app.engine.cuda import tune as tuning
 from app.engine.cuda.attention import TILE_ROWS, Geometry, Tile, geometry, paged_attention
-from app.engine.cuda.graph import CudaGraph
 from app.engine.cuda.prefill import Packed
 from app.engine.cuda.products import Product
 from app.engine.cuda.torch_backend import TorchCudaBackend
@@ -58,10 +57,8 @@ class CudaBackend(TorchCudaBackend):
         if head_dim not in HEAD_DIMS:
             raise UnsupportedError(f"head_dim {head_dim}: attention on a GPU takes {', '.join(map(str, HEAD_DIMS))}")
         if block_size > TILE_ROWS:
-            raise UnsupportedError(
-                f"a block of {block_size} rows: a GPU verifies {TILE_ROWS} at most; "
-                f"give --num-speculative-tokens {TILE_ROWS - 1}"
-            )
+            most = f"a GPU verifies {TILE_ROWS} at most; give --num-speculative-tokens {TILE_ROWS - 1}"
+            raise UnsupportedError(f"a block of {block_size} rows: {most}")
         if self.packs_prompts and (reason := prefill.why_not(self.device, dtype, head_dim)):
             self.packs_prompts = False
             logger.info("prompts go through attention with masks and not through varlen_attn: %s", reason)
@@ -91,9 +88,8 @@ class CudaBackend(TorchCudaBackend):
 
     def geometry(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Geometry:
         """Return the shape of the launch. A graph holds that of its capture."""
-        heads = Heads(q_thd.shape[1], *kv.k.shape[2:])
-        plain = max(meta.query_lens) <= 1 and not self.batch_invariant
-        tile, fixed = self.tiles.get(heads) if plain else None, self.batch_invariant
+        heads, fixed = Heads(q_thd.shape[1], *kv.k.shape[2:]), self.batch_invariant
+        tile = self.tiles.get(heads) if max(meta.query_lens) <= 1 and not fixed else None
         shape = meta.query_lens, heads, kv.k.dtype, self.multiprocessors
         return geometry(*shape, tile, fixed=fixed, chained=self.chained)
 
@@ -163,9 +159,8 @@ class CudaBackend(TorchCudaBackend):
 
     def check_gated_delta(self, num_v_heads: int, k_head_dim: int, v_head_dim: int) -> None:
         if k_head_dim > gated_delta.MAX_K_HEAD_DIM:
-            raise UnsupportedError(
-                f"linear_key_head_dim {k_head_dim}: a GPU takes {gated_delta.MAX_K_HEAD_DIM} at most"
-            )
+            most = f"a GPU takes {gated_delta.MAX_K_HEAD_DIM} at most"
+            raise UnsupportedError(f"linear_key_head_dim {k_head_dim}: {most}")
 
     def rotation_at(self, tables: Rotation, positions: Tensor) -> Rotation:
         """Return `Backend.rotation_at`. An index by brackets becomes int64 first, in a launch of its own."""
@@ -187,7 +182,26 @@ class CudaBackend(TorchCudaBackend):
         run()
         return CudaGraph(run, self._graph_pool, self._capture_stream)
 
-    def capture_apart(self, run: Callable[[], tuple[Tensor, ...]]) -> CudaGraph:
+    def capture_apart(self, run: Callable[[], tuple[Tensor, ...]]) -> Graph:
         """Return a graph of `run` with memory and a stream of its own, for timing. It may be freed before others."""
         run()
         return CudaGraph(run, None, torch.cuda.Stream(self.device))
+
+
+class CudaGraph(Graph):
+    """Capture of `run` on `stream`, in the memory of `pool`; None makes a new pool.
+
+    `run` must have run before, because a capture cannot compile a kernel or open a library's handle. Graphs that share
+    a pool overwrite one another's memory, `outputs` too. So every read of `outputs` is queued before another replay. A
+    pool ends with its last graph, because cuBLAS keeps memory there and no later capture can use the pool.
+    """
+
+    def __init__(self, run: Callable[[], tuple[Tensor, ...]], pool: Any, stream: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads of the process may use the device during the capture.
+        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            self.outputs = run()
+
+    def replay(self) -> None:
+        """Lengths and tables are read by the kernels themselves, so there is nothing to give anew."""
+        self._graph.replay()

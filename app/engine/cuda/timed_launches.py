@@ -63,14 +63,12 @@ def _product(layers: Sequence[Tensor], num_rows: int, use: Callable[[Product], N
     out_features, in_features = len(layers[0]) // (1 + gated), layers[0].shape[1]
     x = _noise(layers[0], num_rows, in_features)
 
-    def multiply(variant: Product | None, weight: Tensor) -> Tensor:
-        if variant is not None:
-            return products.linear(x, weight, variant, gated=gated)
-        return rows.silu_mul(F.linear(x, weight)) if gated else F.linear(x, weight)
-
     def run(variant: Product | None) -> Outputs:
         for weight in layers:
-            result = multiply(variant, weight)
+            if variant is not None:
+                result = products.linear(x, weight, variant, gated=gated)
+            else:
+                result = rows.silu_mul(F.linear(x, weight)) if gated else F.linear(x, weight)
         return (result,)
 
     variants = [v for v in products.VARIANTS if products.fits(v, out_features, in_features, num_rows, gated=gated)]
@@ -92,10 +90,8 @@ def of_attention(
             o = paged_attention(q, kv, meta, CAUSAL, launch)
         return (o,)
 
-    name = (
-        f"attention of one row, {heads.num_heads} and {heads.num_kv_heads} heads of {heads.head_dim}, "
-        f"{num_seqs} sequences, pages of {page_size}"
-    )
+    sizes = f"{heads.num_heads} and {heads.num_kv_heads} heads of {heads.head_dim}"
+    name = f"attention of one row, {sizes}, {num_seqs} sequences, pages of {page_size}"
     return Question(name, ONE_ROW, run, partial(chosen.__setitem__, heads))
 
 

@@ -1,7 +1,6 @@
-"""Variants of kernel launches, timed once on a device and remembered for the next start.
+"""Variants of kernel launches, timed once on a device, compared with the default's result, and kept for later starts.
 
-`timed_launches` lists what is timed. No variant is used before its result was compared with the default's on this
-device.
+`timed_launches` lists what is timed.
 """
 
 import hashlib
@@ -75,15 +74,9 @@ def tune(
         chosen[name] = next((variant for variant in question.variants if variant == answers[name]), None)
         if chosen[name] is not None:
             question.use(chosen[name])
-    found = {name: variant for name, variant in chosen.items() if variant is not None}
-    logger.info(
-        "kernels: %d of %d launches other than by default, in %.1f s, %d known before%s",
-        len(found),
-        len(questions),
-        time.monotonic() - started,
-        sum(question.name in known for question in questions),
-        "".join(f"; {name}: {variant}" for name, variant in found.items()),
-    )
+    found = [f"{name}: {variant}" for name, variant in chosen.items() if variant is not None]
+    share, seconds = f"{len(found)} of {len(questions)}", time.monotonic() - started
+    logger.info("kernels: %s launches other than by default, in %.1f s%s", share, seconds, "; ".join(["", *found]))
     return {name: str(variant or "default") for name, variant in chosen.items()}
 
 
@@ -96,13 +89,11 @@ def _fastest(question: Question, measure: Measure, is_fatal: Callable[[BaseExcep
             seconds, found = measure(partial(question.run, variant))
             error = max(map(error_of, found, expected))
         except Exception as raised:  # Triton has errors of its own, which are no RuntimeError
+            tried, next_start = f"{question.name}: {variant}", "the next start launches it by default"
             if is_fatal(raised):
-                raised.add_note(
-                    f"{question.name}: {variant} was tried; the next start launches it by default, and --tune off "
-                    "starts without timing"
-                )
+                raised.add_note(f"{tried} was tried; {next_start}, and --tune off starts without timing")
                 raise
-            logger.warning("%s: %s fails on this device and is left out: %r", question.name, variant, raised)
+            logger.warning("%s fails on this device and is left out: %r", tried, raised)
             continue
         if error < TOLERANCE:
             times[variant] = seconds

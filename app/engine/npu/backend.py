@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -18,32 +19,18 @@ from app.engine.comm.comm import Comm, Meeting
 from app.engine.comm.device import DeviceComm
 from app.engine.device import accelerator
 from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, Defaults, LayerKv, ProjectedRows, Rotation
-from app.engine.device.gated_delta import GatedDeltaStep, commit_and_verify
+from app.engine.device.gated_delta import L2_EPS, GatedDeltaStep, commit_and_verify
 from app.engine.device.moe import SWIGLU_ALPHA, ExpertWeights, MoeConfig, router_logits
 from app.engine.errors import UnsupportedError
+from app.engine.npu import rules
 from app.engine.npu.error_codes import explain
-from app.engine.npu.gated_delta import l2norm
 from app.engine.npu.graph import Attended, AttentionPlan, NpuGraph
-from app.engine.npu.rules import (
-    AIV,
-    EXPANSION_MODE,
-    GRAPH_STREAMS,
-    HEAD_DIMS,
-    MASK_SIZE,
-    MAX_AXIS,
-    MAX_BLOCK_ROWS,
-    MAX_TOP_K,
-    MAX_UNROLLED,
-    MIN_EXPERTS,
-    PAGE_SIZE,
-    ROTARY_PAIR_DIMS,
-)
 
 logger = logging.getLogger(__name__)
 
 _LACKING = "GetWorkspaceSize not in "
 """Part of torch_npu's error for an operator that the installed CANN does not have."""
-_ROW, _PAGE = (1, 1, HEAD_DIMS[1]), (1, PAGE_SIZE, 1, HEAD_DIMS[1])
+_ROW, _PAGE = (1, 1, rules.HEAD_DIMS[1]), (1, rules.PAGE_SIZE, 1, rules.HEAD_DIMS[1])
 
 
 class NpuBackend(Backend):
@@ -63,8 +50,8 @@ class NpuBackend(Backend):
         if (device.index or 0) >= count:
             raise UnsupportedError(f"--device {device}: torch_npu {torch_npu.__version__} sees {count} NPUs")
         torch_npu.npu.set_device(device)
-        self.defaults = Defaults(dtype=torch.bfloat16, page_size=PAGE_SIZE, max_num_seqs=256)
-        self._mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8).triu_(1).to(device)
+        self.defaults = Defaults(dtype=torch.bfloat16, page_size=rules.PAGE_SIZE, max_num_seqs=256)
+        self._mask = torch.ones(rules.MASK_SIZE, rules.MASK_SIZE, dtype=torch.int8).triu_(1).to(device)
         self._writes_pages = self._can_write_pages()
         self._attended: list[Attended] | None = None
         self._graph_pool: tuple[int, int] | None = None
@@ -74,42 +61,40 @@ class NpuBackend(Backend):
 
     def join(self, meeting: Meeting) -> Comm:
         """Return `Backend.join`. A rank whose graphs hold AIV's collectives needs the fewest streams."""
-        mode = os.environ.setdefault(EXPANSION_MODE, AIV)
+        mode = os.environ.setdefault(rules.EXPANSION_MODE, rules.AIV)
         if meeting.rank == 0:
-            logger.info("collectives by HCCL with %s=%s", EXPANSION_MODE, mode)
+            logger.info("collectives by HCCL with %s=%s", rules.EXPANSION_MODE, mode)
         return DeviceComm(meeting, "cpu:gloo,npu:hccl")
 
     def max_graphs(self, size: int) -> int:
         """Return the graphs that have streams: their own, and those that HCCL unrolls a collective on."""
-        unrolled = min(size, MAX_UNROLLED) - 1
-        if unrolled and os.environ.get(EXPANSION_MODE, AIV) == AIV:
+        unrolled = min(size, rules.MAX_UNROLLED) - 1
+        if unrolled and os.environ.get(rules.EXPANSION_MODE, rules.AIV) == rules.AIV:
             unrolled = 1
-        return GRAPH_STREAMS // (1 + unrolled)
+        return rules.GRAPH_STREAMS // (1 + unrolled)
 
     def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
         if dtype not in self.dtypes:
-            raise UnsupportedError(
-                f"--dtype {str(dtype).removeprefix('torch.')}: attention on an NPU is done in bfloat16"
-            )
-        if block_size > MAX_BLOCK_ROWS:
-            raise UnsupportedError(
-                f"a block of {block_size} rows: an NPU verifies {MAX_BLOCK_ROWS} at most; "
-                f"give --num-speculative-tokens {MAX_BLOCK_ROWS - 1}"
-            )
-        if page_size % PAGE_SIZE:
-            raise UnsupportedError(f"--page-size {page_size}: an NPU wants a multiple of {PAGE_SIZE}")
-        if head_dim not in HEAD_DIMS:
-            raise UnsupportedError(f"head_dim {head_dim}: an NPU's attention takes {', '.join(map(str, HEAD_DIMS))}")
+            name = str(dtype).removeprefix("torch.")
+            raise UnsupportedError(f"--dtype {name}: attention on an NPU is done in bfloat16")
+        if block_size > rules.MAX_BLOCK_ROWS:
+            most = f"an NPU verifies {rules.MAX_BLOCK_ROWS} at most"
+            fewer = f"give --num-speculative-tokens {rules.MAX_BLOCK_ROWS - 1}"
+            raise UnsupportedError(f"a block of {block_size} rows: {most}; {fewer}")
+        if page_size % rules.PAGE_SIZE:
+            raise UnsupportedError(f"--page-size {page_size}: an NPU wants a multiple of {rules.PAGE_SIZE}")
+        if head_dim not in rules.HEAD_DIMS:
+            taken = ", ".join(map(str, rules.HEAD_DIMS))
+            raise UnsupportedError(f"head_dim {head_dim}: an NPU's attention takes {taken}")
 
     def check_experts(self, config: MoeConfig, hidden_size: int) -> None:
-        if config.num_experts < MIN_EXPERTS:
-            raise UnsupportedError(
-                f"target: num_experts {config.num_experts}: an NPU's grouped product takes at least {MIN_EXPERTS} (N35)"
-            )
+        if config.num_experts < rules.MIN_EXPERTS:
+            least = f"an NPU's grouped product takes at least {rules.MIN_EXPERTS} (N35)"
+            raise UnsupportedError(f"target: num_experts {config.num_experts}: {least}")
         sizes = {
-            "num_experts_per_tok": (config.num_experts_per_tok, MAX_TOP_K),
-            "hidden_size": (hidden_size, MAX_AXIS),
-            "twice the experts' intermediate_size": (2 * config.intermediate_size, MAX_AXIS),
+            "num_experts_per_tok": (config.num_experts_per_tok, rules.MAX_TOP_K),
+            "hidden_size": (hidden_size, rules.MAX_AXIS),
+            "twice the experts' intermediate_size": (2 * config.intermediate_size, rules.MAX_AXIS),
         }
         for name, (size, most) in sizes.items():
             if size > most:
@@ -188,8 +173,8 @@ class NpuBackend(Backend):
         if self._writes_pages:
             torch_npu.npu_scatter_pa_kv_cache(k, v, kv.k, kv.v, places, cache_mode="Norm")
             return
-        for rows, cache in ((k, kv.k), (v, kv.v)):
-            torch_npu.npu_scatter_nd_update_(cache.flatten(0, 1), places[:, None], rows)
+        for rows, pool in ((k, kv.k), (v, kv.v)):
+            torch_npu.npu_scatter_nd_update_(pool.flatten(0, 1), places[:, None], rows)
 
     def _can_write_pages(self) -> bool:
         """Return True if this CANN can write K and V into pages. With an older one K and V are scattered by row."""
@@ -225,7 +210,7 @@ class NpuBackend(Backend):
 
     def qkv_into_kv(self, rows: ProjectedRows) -> Tensor:
         """Return `Backend.qkv_into_kv`, with q and k rotated in place by one call if it takes their head size (N21)."""
-        if rows.qkv.shape[2] not in ROTARY_PAIR_DIMS:
+        if rows.qkv.shape[2] not in rules.ROTARY_PAIR_DIMS:
             return super().qkv_into_kv(rows)
         q, k, v = rows.split()
         q = q.contiguous() if rows.q_norm is None else self.rms_norm(q, rows.q_norm, rows.eps)
@@ -326,3 +311,15 @@ def _grouped(rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) 
         group_list_type=1,
     )
     return out
+
+
+def l2norm(x: Tensor) -> Tensor:
+    """Return `device.gated_delta.l2norm` as an RMSNorm."""
+    dim = x.shape[-1]
+    return torch_npu.npu_rms_norm(x, _l2_weight(dim, x.device), L2_EPS / dim)[0]
+
+
+@cache
+def _l2_weight(dim: int, device: torch.device) -> Tensor:
+    """Return the weight that makes an RMSNorm an l2norm, made on the device, because an upload would let it wait."""
+    return torch.full((dim,), dim**-0.5, device=device)

@@ -8,20 +8,6 @@ from app.text.parsers.base import CallParser, Family, Parsed, Reasoning, ToolCal
 from app.text.parsers.harmony import HarmonyReasoning
 from app.text.parsers.reasoning import END_THINK, THINK, ReasoningParser
 
-__all__ = [
-    "END_THINK",
-    "FAMILIES",
-    "MARKS",
-    "THINK",
-    "Family",
-    "OutputParser",
-    "Parsed",
-    "Reasoning",
-    "ToolCall",
-    "family_for",
-    "reasoning_for",
-]
-
 FAMILIES = (qwen3.FAMILY, llama3_json.FAMILY, harmony.FAMILY)
 _AFTER_CALL = re.compile(r"(?<=[>}])")  # a call ends there
 MARKS = (THINK, END_THINK, *(mark for family in FAMILIES for mark in family.marks))

@@ -18,6 +18,7 @@ from app.engine.checkpoint.files import DEMO
 from app.engine.comm.comm import ALONE, Meeting
 from app.engine.errors import UnsupportedError
 from app.engine.npu import backend as npu
+from app.engine.npu import rules
 from app.engine.npu.backend import NpuBackend
 from app.messages import Request
 from tests import UNTIMED
@@ -93,13 +94,13 @@ def test_more_ranks_than_npus_are_refused_by_name(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("given", "graphs"), [(None, 900), ("AIV", 900), ("HOST", 450)])
 def test_hccls_way_is_aiv_unless_it_is_given_and_bounds_the_graphs(monkeypatch, caplog, tmp_path, given, graphs):
-    monkeypatch.delenv(npu.EXPANSION_MODE, raising=False)
+    monkeypatch.delenv(rules.EXPANSION_MODE, raising=False)
     if given:
-        monkeypatch.setenv(npu.EXPANSION_MODE, given)
+        monkeypatch.setenv(rules.EXPANSION_MODE, given)
     monkeypatch.setattr(npu, "DeviceComm", lambda *_: ALONE)
     backend = NpuBackend(torch.device("npu:0"))
     assert (backend.max_graphs(1), backend.max_graphs(4)) == (1800, graphs)
     with caplog.at_level(logging.INFO):
         backend.join(Meeting(0, 4, tmp_path / "store", 1))
-    assert os.environ[npu.EXPANSION_MODE] == (given or "AIV")
+    assert os.environ[rules.EXPANSION_MODE] == (given or "AIV")
     assert f"HCCL_OP_EXPANSION_MODE={given or 'AIV'}" in caplog.text
