@@ -165,8 +165,8 @@ class Backend(ABC):
     captures = False
     """True if graphs are faster on this device. `capture` works on every device."""
     lengths_on_host = True
-    """True if a launch needs exact lengths on the host, which then sends positions and slots too. False if attention in
-    a graph reads them from the device, so a step can be launched before the previous one is read."""
+    """True if a launch needs exact lengths on the host. False if attention in a graph reads them from the device, so a
+    step can be launched before the previous one is read."""
     allows_empty_sequences = False
     """True if attention takes sequences without rows, so a step that fills a graph needs no padding."""
     compiles = False
@@ -180,10 +180,8 @@ class Backend(ABC):
         self.device = device
 
     def why_not(self, dtype: torch.dtype, layer_numbers: int | None = None) -> str:
-        """Return why `--dtype auto` turns weights of `dtype` into those of `defaults`, or "" if it keeps them.
-
-        `layer_numbers` is the size of gate and up in a layer of the target, or None for a large one.
-        """
+        """Return why `--dtype auto` turns weights of `dtype` into those of `defaults`, or "" if it keeps them. Gate
+        and up in a layer of the target have `layer_numbers`, and None is for a large one."""
         own = self.defaults.dtype
         return "" if dtype.itemsize == own.itemsize else f"{str(own).removeprefix('torch.')} is the device's own"
 
@@ -208,10 +206,8 @@ class Backend(ABC):
         return
 
     def rotary_tables(self, angles: Tensor, dtype: torch.dtype, scales: Tensor | float = 1.0) -> Rotation:
-        """Return the tables on the device whose rows are a `Rotation`, for `angles` [positions, D / 2] fp32.
-
-        A turned pair is also multiplied by its number in `scales` [D / 2].
-        """
+        """Return the tables on the device whose rows are a `Rotation`, for `angles` [positions, D / 2] fp32. A turned
+        pair is also multiplied by its number in `scales` [D / 2]."""
         halves = (scales * angles.cos(), scales * angles.sin())
         cos, sin = (torch.cat((half, half), dim=-1).to(self.device, dtype) for half in halves)
         return cos, sin
@@ -251,10 +247,8 @@ class Backend(ABC):
         """
 
     def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
-        """Write row t of K and V [T, kv_heads, D] to slot `slot_mapping[t]` = page id * page_size + offset.
-
-        The slots [T] are unique in a call. The rows may be strided views of a wider tensor.
-        """
+        """Write row t of K and V [T, kv_heads, D], which may be strided views, to slot `slot_mapping[t]` = page id *
+        page_size + offset. The slots [T] are unique in a call."""
         kv.k.view(-1, *k_thd.shape[1:])[slot_mapping] = k_thd
         kv.v.view(-1, *v_thd.shape[1:])[slot_mapping] = v_thd
 
@@ -270,8 +264,7 @@ class Backend(ABC):
         return self.rms_norm(total, weight, eps), total
 
     def rope(self, x_thd: Tensor, rotation: Rotation) -> Tensor:
-        """Return RoPE (arXiv 2104.09864) of each head: dims (i, D/2 + i) rotate together, or (2i, 2i + 1) if
-        `interleaved_rope`."""
+        """Return RoPE (arXiv 2104.09864) of each head. Dims (i, D/2 + i) rotate together without `interleaved_rope`."""
         cos, sin = rotation
         first, second = x_thd.chunk(2, dim=-1)
         return x_thd * cos + torch.cat((-second, first), dim=-1) * sin
@@ -299,10 +292,7 @@ class Backend(ABC):
 
     @abstractmethod
     def commit_and_verify(self, step: GatedDeltaStep) -> Tensor:
-        """Return outputs [R, Nv, Dv] fp32 of a step's rows, after the rows accepted before them are committed.
-
-        Rows of padding have any finite outputs.
-        """
+        """Commit accepted rows, and return outputs [R, Nv, Dv] fp32 of a step's rows: of padding any finite ones."""
 
     def qkv_into_kv(self, rows: ProjectedRows) -> Tensor:
         """Apply RMSNorm and RoPE to each head of q and k, write K and V, and return q [T, heads, D]."""
@@ -327,10 +317,8 @@ class Backend(ABC):
     def positions_and_slots(
         self, seq_ids: Tensor, position_offsets: Tensor, row_numbers: Tensor, page_table: Tensor, page_size: int
     ) -> tuple[Tensor, Tensor]:
-        """Return (positions, slots) [R] int32 of rows `row_numbers` 0 .. R - 1, which belong to `seq_ids` [R].
-
-        A row's position is its number plus `position_offsets` [S] of its sequence. `page_table` is [S, P].
-        """
+        """Return (positions, slots) [R] int32 of rows `row_numbers` 0 .. R - 1, which belong to `seq_ids` [R]. A row's
+        position is its number plus `position_offsets` [S] of its sequence. `page_table` is [S, P]."""
         positions = position_offsets[seq_ids] + row_numbers
         page = positions // page_size
         in_page = positions - page * page_size
@@ -378,19 +366,14 @@ class Backend(ABC):
     def tune(
         self, decoders: Sequence[Heads], weights: Mapping[str, Sequence[Tensor]], max_num_seqs: int, page_size: int
     ) -> dict[str, str]:
-        """Time variants of launches, before a graph is captured, and use the quickest that are right.
-
-        `decoders` are the target and the draft, and `weights` [out, in] those of the target by name. Returns the
-        choices, by launch, for logs.
-        """
+        """Time variants of launches before a graph is captured, use the quickest that are right, and return these by
+        launch. `decoders` are the target and the draft, and `weights` [out, in] those of the target by name."""
         return {}
 
     @abstractmethod
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
         """Return the recorded launches of `run`, whose attention reads the planned `metas`, before the first replay.
-
-        `run` runs once before, so no lazy initialisation is left. The tensors that it reads must keep their memory.
-        """
+        `run` runs once before, for lazy initialisation. The tensors that it reads must keep their memory."""
 
     def explain(self, error: BaseException) -> str | None:
         """Return what an error code of this device in the message of `error` means, or None."""

@@ -21,10 +21,9 @@ def found_device(device: str) -> str:
 
 
 def make_backend(device: str, *, rank: int = 0, batch_invariant: bool = False) -> Backend:
-    """Return the backend of "auto", "cpu", "cuda[:N]" or "npu[:N]". Each `rank` has the next device of an accelerator.
+    """Return the backend of "auto", "cpu", "cuda[:N]" or "npu[:N]", where each `rank` has the next device.
 
-    A backend that is `batch_invariant` gives a row the same bits in every batch. Raises UnsupportedError if there
-    is none like that here.
+    If `batch_invariant` a row has the same bits in every batch. Raises UnsupportedError if there is none here.
     """
     device = found_device(device)
     kind, _, number = device.partition(":")
@@ -40,8 +39,8 @@ def make_backend(device: str, *, rank: int = 0, batch_invariant: bool = False) -
         if name == "TorchCudaBackend":
             raise UnsupportedError("--batch-invariant: a GPU needs Triton for it; pip install triton")
         module, name = f"{kind}.invariant", f"Invariant{name}"
-    backend_class = getattr(importlib.import_module(f"app.engine.{module}"), name)
-    backend: Backend = backend_class(torch.device("cpu") if kind == "cpu" else torch.device(kind, index))
+    where = torch.device("cpu") if kind == "cpu" else torch.device(kind, index)
+    backend: Backend = getattr(importlib.import_module(f"app.engine.{module}"), name)(where)
     return backend
 
 

@@ -34,9 +34,7 @@ def l2norm(x: Tensor) -> Tensor:
 
 def short_conv(before: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
     """Return silu of the causal depthwise convolution of rows [S, W, C], which follow the rows `before` [S, K - 1, C].
-
-    The weight is [C, K], and its last column is that of the row itself.
-    """
+    The last column of the weight [C, K] is that of the row itself."""
     num_rows, taps = rows.shape[1], weight.float().t()
     x = torch.cat((before, rows), dim=1).float()
     out = x[:, :num_rows] * taps[0]
@@ -122,10 +120,7 @@ def _chunks(x: Tensor, size: int) -> Tensor:
 
 
 def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] = l2norm) -> Tensor:
-    """Return `Backend.commit_and_verify` with `normed` as the l2norm of the last axis.
-
-    All results are computed before the first is written.
-    """
+    """Return `Backend.commit_and_verify`, with `normed` as the l2norm. All is computed before anything is written."""
     num_heads, k_dim, v_dim = step.matrix.shape[1:]
     block, channels, width = step.pending.shape[1], step.conv.shape[2], step.rows.shape[1]
     keys = (channels - num_heads * v_dim) // 2
@@ -193,10 +188,10 @@ def _places(block: int, width: int, device: torch.device) -> Tensor:
 
 @cache
 def _fixed(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (rows between [P, (P + 1)^2], never [(P + 1)^2]) for P pending and new rows together.
+    """Return (rows between [P, (P + 1)^2], never [(P + 1)^2]) for P pending and new rows together, at most 1 MB.
 
     The first is -1 for the rows after row i up to row t, and the second adds _NEVER where t is before i. They are made
-    on the device, because an upload would let the host wait. 32 rows take 139 kB, 64 take 1 MB.
+    on the device, because an upload would let the host wait.
     """
     row = torch.arange(1 + num_rows, device=device)
     t, i, between = row[:, None], row, row[1:, None, None]

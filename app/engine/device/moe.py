@@ -29,11 +29,8 @@ def gated(gate_up: Tensor, config: MoeConfig) -> Tensor:
 
 
 def mixture(x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
-    """Return the weighted sum [T, H] of the outputs of each row's k experts.
-
-    Every pair of a row and an expert is a row of two grouped products, sorted by expert. A row's pairs are added in
-    fp32, in the order of their weights, whatever the batch.
-    """
+    """Return the weighted sum [T, H] of the outputs of each row's k experts: two grouped products over pairs sorted by
+    expert. A row's pairs are added in fp32, in the order of their weights, whatever the batch."""
     shares, chosen = route(router_logits(x, weights), config)
     k = config.num_experts_per_tok
     order, experts, ends = by_expert(chosen, config.num_experts)
@@ -45,18 +42,14 @@ def mixture(x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
 
 def by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return (pairs int64 [T * k] sorted by expert, the expert of each, the ends int32 [E] of each expert's pairs).
-
-    Pair t * k + j is of row t and of its expert `chosen[t, j]`.
-    """
+    Pair t * k + j is of row t and of its expert `chosen[t, j]`."""
     experts, order = chosen.flatten().sort(stable=True)
     following = torch.arange(1, num_experts + 1, device=chosen.device, dtype=chosen.dtype)
     return order, experts, torch.searchsorted(experts, following, out_int32=True)
 
 
 def grouped(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, experts: Tensor) -> Tensor:
-    """Return x @ weight[e].T + bias[e] [R, out] for rows [R, in] that are sorted by expert e.
-
-    `ends` [E] int32 are the rows' ends of each expert, and `experts` [R] are e of each row.
-    """
+    """Return x @ weight[e].T + bias[e] [R, out] for rows [R, in] that are sorted by expert e. `ends` [E] int32 are the
+    rows' ends of each expert, and `experts` [R] are e of each row."""
     out = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     return out if bias is None else out + bias[experts]

@@ -26,10 +26,8 @@ SMALL_CALL = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows [first, first + q_len) of a batch, of sequence `seq`. They see its tokens [kv_start, kv_end) at most.
-
-    `kv_start` is the first token of a page. The rows have the positions up to `last`.
-    """
+    """Rows [first, first + q_len) of a batch, of sequence `seq`, at positions up to `last`. They see its tokens
+    [kv_start, kv_end) at most, from the first token of a page on."""
 
     seq: int
     first: int
@@ -62,11 +60,8 @@ class Call:
 
 
 class RerunGraph(Graph):
-    """Graph on a device without captures. It runs the code again and copies the results to the first outputs.
-
-    The code reads the tensors and metas of the capture, and only their values and plans are new. So a test on a CPU
-    finds a length that a graph would bake in.
-    """
+    """Graph on a device without captures, which reruns the code over the tensors and metas of the capture, and copies
+    the results to the first outputs. So a test on a CPU finds a length that a graph would bake in."""
 
     def __init__(self, run: Callable[[], tuple[Tensor, ...]]) -> None:
         self._run = run
@@ -154,8 +149,8 @@ class TorchBackend(Backend):
         return o.permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
 
     def _call(self, meta: AttentionMetadata, mask: AttentionMask, pieces: list[Piece], group: int) -> Call:
-        max_q, max_kv = max(piece.q_len for piece in pieces), max(piece.kv_len for piece in pieces)
-        min_q, min_kv = min(piece.q_len for piece in pieces), min(piece.kv_len for piece in pieces)
+        q_lens, kv_lens = [piece.q_len for piece in pieces], [piece.kv_len for piece in pieces]
+        max_q, max_kv, is_even = max(q_lens), max(kv_lens), len(set(q_lens)) == 1
         num_pages = -(-max_kv // meta.page_size)
         if any(piece.kv_start for piece in pieces):
             firsts = self._uploaded([(piece.seq, piece.kv_start // meta.page_size) for piece in pieces])
@@ -166,13 +161,13 @@ class TorchBackend(Backend):
             pages = pages if seqs == list(range(len(meta.query_lens))) else pages[self._uploaded(seqs)]
         rows: Tensor | slice = slice(pieces[0].first, pieces[0].first + len(pieces) * max_q)
         places = None
-        if any(piece.first != pieces[0].first + i * max_q for i, piece in enumerate(pieces)) or min_q != max_q:
+        if any(piece.first != pieces[0].first + i * max_q for i, piece in enumerate(pieces)) or not is_even:
             ranges = [(piece.first, i * max_q, piece.q_len) for i, piece in enumerate(pieces)]
             rows = self._uploaded([first + j for first, _, n in ranges for j in range(n)])
             places = self._uploaded([place + j for _, place, n in ranges for j in range(n)])
         seen = None
-        past_window = mask.window is not None and any(piece.kv_len > mask.window for piece in pieces)
-        if min_q != max_q or min_kv != max_kv or (mask.causal and max_q > 1) or past_window:
+        past_window = mask.window is not None and max_kv > mask.window
+        if not is_even or min(kv_lens) != max_kv or (mask.causal and max_q > 1) or past_window:
             seen = self._mask(pieces, max_q, max_kv, mask).repeat(1, group, 1).unsqueeze(1)
         return Call(len(pieces), max_q, max_kv, pages.reshape(-1), rows, places, seen)
 
@@ -194,11 +189,8 @@ class TorchBackend(Backend):
 
 
 def _attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor) -> Tensor:
-    """Return attention [S, kv_heads, G * Q, D] with one more logit in each row's softmax, `sinks` [kv_heads, G * Q].
-
-    The softmax is in fp32, and the share of the sink is dropped (gpt-oss, arXiv 2508.10925). KV heads are computed in
-    groups that have at most MAX_SCORES scores.
-    """
+    """Return attention [S, kv_heads, G * Q, D] with one more logit in each row's softmax, `sinks` [kv_heads, G * Q],
+    in fp32, whose share is dropped (gpt-oss, arXiv 2508.10925). Groups of KV heads have at most MAX_SCORES scores."""
     outputs, size = [], max(1, MAX_SCORES // (q.shape[0] * q.shape[2] * k.shape[2]))
     for qh, kh, vh, sink in zip(*(x.split(size, dim=1) for x in (q, k, v, sinks[None])), strict=True):
         scores = (qh @ kh.transpose(2, 3)).float() * q.shape[-1] ** -0.5

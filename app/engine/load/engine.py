@@ -107,11 +107,9 @@ def build_engine(
     open_weights: OpenWeights = SafetensorsWeights,
     join: Join = lambda backend: Rank(),
 ) -> Engine:
-    """Load and warm up an engine. `open_weights` may get weights from elsewhere than the folders' files.
-
-    `join` returns rank 0 of `config.tensor_parallel_size` ranks. Raises UnsupportedError for a wish that would run
-    wrongly or does not fit, before weights are read if possible.
-    """
+    """Load and warm up an engine. `open_weights` may get weights from elsewhere than the folders' files, and `join`
+    returns rank 0. Raises UnsupportedError for what would run wrongly or does not fit, before weights are read if
+    possible."""
     with _explained(config, rank=0) as backend:
         loaded = _load(config, backend, on_progress, open_weights, join)
         if draft := loaded.plan.draft:
@@ -151,7 +149,7 @@ def _load(
     _check_device(plan, backend)
     target, draft = _read_weights(plan, backend, comm, open_weights, on_progress)
     tuned = _tuned(plan, backend, target) if config.tune == "auto" and comm.size == 1 else {}  # ranks launch alike
-    parts = _Parts(plan, backend, comm, target, draft, make_states(plan, backend, comm))
+    parts = _Parts(plan, backend, comm, target, draft)
     step = 0 if backend.memory_is_host else step_memory(parts.runner, backend, plan.sizes)
     kv = comm.minimum(kv_bytes(plan, backend, parts.states, step * (2 if plan.graph_sizes else 1)))
     token_bytes = plan.sharing * sum(bytes_per_token(decoder, plan.dtype) for decoder in plan.decoders)
@@ -221,24 +219,16 @@ def _tuned(plan: Plan, backend: Backend, target: Target) -> dict[str, str]:
 class _Parts:
     """The models of a rank and what its steps share: all of a runner but KV memory."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        backend: Backend,
-        comm: Comm,
-        target: Target,
-        draft: DFlashModel | None,
-        states: StatePool | None,
-    ) -> None:
+    def __init__(self, plan: Plan, backend: Backend, comm: Comm, target: Target, draft: DFlashModel | None) -> None:
         self.plan, self.backend, self.comm = plan, backend, comm
-        self.target, self.draft, self.states = target, draft, states
+        self.target, self.draft, self.states = target, draft, make_states(plan, backend, comm)
         vocab = plan.target.vocab_size
         self.sampler = Sampler(vocab, backend) if comm.size == 1 else ShardedSampler(vocab, backend, comm)
         self.counts = TokenCounts(plan.sizes.max_num_seqs, vocab, backend)
         # A recurrent layer reads decoding rows and chunks as groups.
-        apart, first = backend.separate_prefill or states is not None, plan.draft.first_draft_row if plan.draft else 1
-        host_positions = backend.lengths_on_host
-        self.layout = Layout(plan.sizes.page_size, apart, first, states is not None, host_positions=host_positions)
+        hybrid, first = self.states is not None, plan.draft.first_draft_row if plan.draft else 1
+        apart, on_host = backend.separate_prefill or hybrid, backend.lengths_on_host
+        self.layout = Layout(plan.sizes.page_size, apart, first, hybrid, host_positions=on_host)
 
     def runner(
         self, num_pages: int, tell: Tell | None = None, on_graph: Callable[[int, int], None] | None = None
@@ -319,13 +309,10 @@ def _warm(loaded: Loaded, on_progress: Progress) -> Engine:
 
 
 def _warm_up(core: EngineCore, sizes: Sizes, on_progress: Progress) -> None:
-    """Run a short request, because the first client should not pay for lazy initialisation.
-
-    `core` is used for nothing else, so its cached pages and counters go with it.
-    """
+    """Run a short request, because the first client should not pay for lazy initialisation. `core` is used for nothing
+    else, so its cached pages and counters go with it."""
     num_steps = 2  # one without drafts and one with a block: another block of a slow machine takes seconds
-    room = sizes.max_model_len - 1
-    core.add(Request("warm-up", (0,), max_tokens=min(num_steps * sizes.block_size, room)))
+    core.add(Request("warm-up", (0,), max_tokens=min(num_steps * sizes.block_size, sizes.max_model_len - 1)))
     for done in range(num_steps):
         if core.has_work:
             core.step()

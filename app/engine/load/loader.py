@@ -79,9 +79,8 @@ class SafetensorsWeights:
             raise UnsupportedError(f"{self._folder}: tensor {name} is missing")
         path, stored_name, stored_shape = self._files[name]
         if tuple(stored_shape) != shape:
-            raise UnsupportedError(
-                f"{self._folder}: tensor {name} has shape {stored_shape}, the config wants {list(shape)}"
-            )
+            both = f"{name} has shape {stored_shape}, the config wants {list(shape)}"
+            raise UnsupportedError(f"{self._folder}: tensor {both}")
         stored = self._open[path].get_slice(stored_name)
         if part is None:
             tensor: Tensor = self._open[path].get_tensor(stored_name)

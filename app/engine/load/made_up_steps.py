@@ -51,10 +51,7 @@ def step_memory(runner_over: Callable[[int], ModelRunner], backend: Backend, siz
 
 
 def _widest_step(sizes: Sizes) -> Batch:
-    """Return a step in which all sequences verify a whole block, every token is drawn, and prompts take the rest.
-
-    No real step has both in full.
-    """
+    """Return a step in which all sequences verify a whole block, every token is drawn, and prompts take the rest."""
     batch = verify_batch(sizes.max_num_seqs, sizes.block_size, sizes, temperature=1.0)
     page = pages_of(sizes.max_num_seqs, sizes)
     rest = min(sizes.max_num_batched_tokens, sizes.max_num_seqs * sizes.max_model_len)
@@ -68,10 +65,8 @@ def _widest_step(sizes: Sizes) -> Batch:
 
 
 def verify_batch(num_seqs: int, width: int, sizes: Sizes, temperature: float = 0.0) -> Batch:
-    """Return a decode step of made-up sequences that verify `width` rows each, over the first pages of the pool.
-
-    Several blocks share a page, at different places, so few pages are enough.
-    """
+    """Return a decode step of made-up sequences that verify `width` rows each, over the first pages of the pool. Blocks
+    share pages, at different places, so few pages are enough."""
     sharing, of_block = _packing(sizes)
     batch = Batch(block_rows=width)
     for i in range(num_seqs):
@@ -106,14 +101,11 @@ def measure_costs(
     *,
     overlap: bool = False,
 ) -> CostTable:
-    """Time decode steps of 1, 2, 4 ... sequences in the shapes of `shapes`, and return their costs.
+    """Time decode steps of 1, 2, 4 ... sequences in the shapes of `shapes`, on free pages, and return their costs.
 
     Blocks are as wide as those of the runner's graphs, if it has some. With `overlap` a step is launched before the
-    previous one is read, as in serving, so that the host's part is hidden alike.
-
-    Every round runs every shape once, and the quickest time of each counts, because other load only makes steps slower.
-    Free pages are overwritten; sizes that need more than `num_pages` are left out. A plain step and a whole block of
-    one sequence are timed in any case. `on_progress` gets the seconds that are over, and `MAX_SECONDS`.
+    previous one is read. The quickest of several times counts, because other load only makes steps slower. Sizes that
+    need more than `num_pages` are left out. `on_progress` gets the seconds that are over, and `MAX_SECONDS`.
     """
     seqs = sorted({*(1 << i for i in range(sizes.max_num_seqs.bit_length())), sizes.max_num_seqs})
     seqs = [n for n in seqs if n <= sizes.max_num_seqs and pages_of(n, sizes) <= num_pages]
@@ -128,7 +120,8 @@ def measure_costs(
             for shape in shapes(n, sizes.block_size, widths):
                 seconds = time.perf_counter() - begun
                 on_progress(min(int(seconds), MAX_SECONDS - 1), MAX_SECONDS)
-                if len(times) < 2 or seconds + _expected_seconds(shape, times) <= MAX_SECONDS:
+                ms = _expected_ms(shape, times) if len(times) > 1 else 0.0  # the first two are timed in any case
+                if not ms or seconds + (ms if ms > _SLOW_MS else _IN_A_ROW * ms) / 1000 <= MAX_SECONDS:
                     ms = _timed(runner, made_up(shape, sizes), overlap=overlap)
                     times[shape] = min(ms, times.get(shape, ms))
     on_progress(MAX_SECONDS, MAX_SECONDS)
@@ -137,20 +130,13 @@ def measure_costs(
 
 
 def _expected_ms(shape: Shape, times: Mapping[Shape, float]) -> float:
-    """Return the quickest time of a shape. Without one, scale the timed shapes by their rows.
-
-    A row of the target and a row of the draft each have one cost, fitted to all shapes and the first plain step.
-    """
+    """Return the quickest time of a shape, or else scale those of others by their rows: rows of the target and rows of
+    the draft each have one cost, fitted to all shapes and the first plain step."""
     if shape in times:
         return times[shape]
     first = times[Shape(1)]
     rows, rest = np.array([_rows(timed) for timed in times], dtype=float), np.array([*times.values()]) - first
     return first + float(_rows(shape) @ np.linalg.lstsq(rows, rest)[0].clip(min=0))
-
-
-def _expected_seconds(shape: Shape, times: Mapping[Shape, float]) -> float:
-    ms = _expected_ms(shape, times)
-    return (ms if ms > _SLOW_MS else _IN_A_ROW * ms) / 1000
 
 
 def _rows(shape: Shape) -> NDArray[np.int64]:
@@ -159,10 +145,8 @@ def _rows(shape: Shape) -> NDArray[np.int64]:
 
 
 def made_up(shape: Shape, sizes: Sizes, context: int = _CONTEXT) -> Batch:
-    """Return a step of made-up sequences after a context that is their first page over and over.
-
-    The context is shorter where `sizes.padded_len` leaves no room for it, because RoPE's table ends there.
-    """
+    """Return a step of made-up sequences after a context that is their first page over and over, shorter where
+    `sizes.padded_len` leaves no room for it, because RoPE's table ends there."""
     batch = verify_batch(shape.seqs, shape.rows, sizes)
     batch.block_rows = shape.block
     room = sizes.padded_len - len(batch.decodes[0].seq.pages) * sizes.page_size
@@ -177,11 +161,8 @@ def made_up(shape: Shape, sizes: Sizes, context: int = _CONTEXT) -> Batch:
 
 
 def _with_varied_tokens(runner: ModelRunner, inputs: StepInputs) -> StepInputs:
-    """Return a step whose rows have different tokens, like those of text, in the place of anchors and drafts.
-
-    Rows of one token have the same experts. A target with experts would read few of them, and a wide step would look
-    too cheap.
-    """
+    """Return a step whose rows have different tokens, like those of text, in the place of anchors and drafts: rows of
+    one token have the same experts, and a wide step would look too cheap."""
     rows = np.arange(len(inputs.target.token_ids), dtype=np.int32)
     varied = rows * 7919 % runner.forward.target.config.vocab_size
     inputs.target = replace(inputs.target, token_ids=varied, token_source=rows)
@@ -189,10 +170,8 @@ def _with_varied_tokens(runner: ModelRunner, inputs: StepInputs) -> StepInputs:
 
 
 def _timed(runner: ModelRunner, batch: Batch, *, overlap: bool) -> float:
-    """Return the milliseconds of a step that follows others like it, like in serving. A slow one follows none.
-
-    With `overlap` they are those from one read to the next, with a step launched between them.
-    """
+    """Return the milliseconds of a step that follows others like it, or with `overlap` those from one read to the next,
+    with a step launched between them. A slow step follows none."""
 
     def launch() -> PendingStep:
         return runner.launch(_with_varied_tokens(runner, runner.layout.build(batch)))

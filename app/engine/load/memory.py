@@ -50,11 +50,8 @@ def check_weights(plan: Plan, target: Weights, draft: Weights | None, backend: B
 
 
 def make_states(plan: Plan, backend: Backend, comm: Comm) -> StatePool | None:
-    """Return slots for all sequences, a spare one, and the checkpoints of the prefix cache (`schedule/state_slots.py`).
-
-    The result is None if no layer is recurrent. All ranks have as many slots. Raises UnsupportedError if the slots do
-    not fit.
-    """
+    """Return slots for all sequences, a spare one, and the checkpoints of the prefix cache (`schedule/state_slots.py`),
+    the same number on all ranks, or None if no layer is recurrent. Raises UnsupportedError if they do not fit."""
     if plan.target.gated_delta is None:
         return None
     num_slots, of_slots = plan.sizes.max_num_seqs + 1, (plan.sizes.block_size, plan.dtype)
@@ -73,10 +70,8 @@ def make_states(plan: Plan, backend: Backend, comm: Comm) -> StatePool | None:
 
 
 def checkpoints_in(config: EngineConfig, sizes: Sizes, size: int, free: int, backend: Backend) -> int:
-    """Return the number of checkpoints of `size` bytes, if that many bytes are `free`.
-
-    Raises UnsupportedError if the memory that was given holds none, or is not there.
-    """
+    """Return the number of checkpoints of `size` bytes, if that many bytes are `free`. Raises UnsupportedError if the
+    memory that was given holds none, or is not there."""
     wanted = config.state_cache_memory
     if wanted is None:
         number = min(PER_SEQUENCE * sizes.max_num_seqs, max(0, free // DEFAULT_SHARE // size))
@@ -110,9 +105,7 @@ def without_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def kv_bytes(plan: Plan, backend: Backend, states: StatePool | None, step: int) -> int:
     """Return the bytes for KV: those that were asked for, or the rest after the weights and the `step` bytes of steps.
-
-    Raises UnsupportedError if the given number does not fit.
-    """
+    Raises UnsupportedError if the given number does not fit."""
     free, total = backend.memory()
     if backend.memory_is_host and states:  # a host counts memory when it is first written
         free -= plan.sharing * states.nbytes
@@ -130,11 +123,9 @@ def kv_bytes(plan: Plan, backend: Backend, states: StatePool | None, step: int) 
 
 
 def settle_pages(config: EngineConfig, sizes: Sizes, kv_bytes: int, token_bytes: int) -> tuple[Sizes, int]:
-    """Return the sizes, and the pages in `kv_bytes` with scratch pages, at most as many as all sequences can use.
-
-    One sequence of `max_model_len` must fit. If the user left that open, it is shortened until it does. Otherwise
-    raises UnsupportedError with the numbers.
-    """
+    """Return the sizes, and the pages in `kv_bytes` with scratch pages, at most as many as all sequences can use. One
+    sequence of `max_model_len` must fit, which is shortened until it does if the user left it open. Otherwise raises
+    UnsupportedError with the numbers."""
     page_bytes = sizes.page_size * token_bytes
     num_pages = max(0, kv_bytes) // page_bytes
     needed = sizes.pages_per_sequence + sizes.scratch_pages

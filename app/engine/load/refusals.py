@@ -29,21 +29,19 @@ class Facts(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """A setting that is refused in combination with `other` if `applies`. Facts, and what it found, fill the texts."""
+    """A setting that is refused in combination with `other` if `applies`. Facts, and what it
+    found, fill the texts. `why` ends with what to do, after a semicolon."""
 
     flag: str
     other: str
     applies: Callable[[Facts], Any]
     why: str
-    instead: str
 
 
 def _indivisible(facts: Facts) -> str:
     """Return the first number of a model that the ranks cannot share, or ""."""
     size, whole_draft = facts.config.tensor_parallel_size, facts.config.draft_tensor_parallel_size == 1
-    numbers: list[tuple[str, str, int]] = []
-    if facts.target:
-        numbers += [("the target", *one) for one in _divided(facts.target, facts.target.vocab_size)]
+    numbers = [("the target", *one) for one in _divided(facts.target, facts.target.vocab_size)] if facts.target else []
     if facts.draft:
         of_draft = _divided(facts.draft.decoder, facts.draft.draft_vocab_size)
         numbers += [("the draft", *one) for one in of_draft if one[0] == _VOCAB or not whole_draft]
@@ -73,64 +71,55 @@ REFUSALS = (
         "--compile",
         "a GPU or an NPU",
         lambda facts: facts.config.compile is True and facts.kind != "cpu",
-        "it is for CPUs, and --device {kind} captures graphs instead",
-        "leave it out",
+        "it is for CPUs, and --device {kind} captures graphs instead; leave it out",
     ),
     Refusal(
         "--batch-invariant",
         "`--compile`",
         lambda facts: facts.config.batch_invariant and facts.config.compile is True,
-        "--compile has g++ choose the order of sums",
-        "leave one of the two out",
+        "--compile has g++ choose the order of sums; leave one of the two out",
     ),
     Refusal(
         "--batch-invariant",
         "an NPU",
         lambda facts: facts.config.batch_invariant and facts.kind == "npu",
-        "an NPU's operators choose how they sum",
-        "it is for --device cpu and cuda",
+        "an NPU's operators choose how they sum; it is for --device cpu and cuda",
     ),
     Refusal(
         "--batch-invariant",
         "`--tensor-parallel-size` above 1",
         lambda facts: facts.config.batch_invariant and facts.config.tensor_parallel_size > 1,
-        "the library of --tensor-parallel-size {config.tensor_parallel_size} chooses the order of a sum over ranks",
-        "leave one of the two out",
+        "the library of --tensor-parallel-size {size} chooses the order of a sum over ranks; leave one of the two out",
     ),
     Refusal(
         "--batch-invariant",
         "a target with experts",
         lambda facts: facts.config.batch_invariant and facts.target and facts.target.moe,
-        "its experts are computed in groups of rows",
-        "leave it out",
+        "its experts are computed in groups of rows; leave it out",
     ),
     Refusal(
         "--batch-invariant",
         "a target with recurrent layers",
         lambda facts: facts.config.batch_invariant and facts.target and facts.target.gated_delta,
-        "its recurrent layers commit rows in groups",
-        "leave it out",
+        "its recurrent layers commit rows in groups; leave it out",
     ),
     Refusal(
         "--dtype float16",
         "a target with recurrent layers",
         lambda facts: facts.dtype == "float16" and facts.target and facts.target.gated_delta,
-        "a target with recurrent layers was not tried in it",
-        "give bfloat16 or float32",
+        "a target with recurrent layers was not tried in it; give bfloat16 or float32",
     ),
     Refusal(
         "--state-cache-memory",
         "`--no-prefix-caching`",
         lambda facts: facts.config.state_cache_memory and not facts.config.prefix_caching,
-        "it is for the prefix cache, which --no-prefix-caching turns off",
-        "leave one of the two out",
+        "it is for the prefix cache, which --no-prefix-caching turns off; leave one of the two out",
     ),
     Refusal(
         "--state-cache-memory",
         "a target without recurrent layers",
         lambda facts: facts.config.state_cache_memory and facts.target and not facts.target.gated_delta,
-        "the target has no recurrent layers",
-        "leave it out",
+        "the target has no recurrent layers; leave it out",
     ),
     Refusal(
         "--verify {config.verify}",
@@ -138,22 +127,19 @@ REFUSALS = (
         lambda facts: (
             facts.target and isinstance(facts.config.verify, int) and not 1 <= facts.config.verify <= facts.block_size
         ),
-        "a block has {block_size} rows",
-        "give 1 to {block_size}",
+        "a block has {block_size} rows; give 1 to {block_size}",
     ),
     Refusal(
         "--draft-tensor-parallel-size {config.draft_tensor_parallel_size}",
         "another `--tensor-parallel-size`",
         lambda facts: facts.config.draft_tensor_parallel_size not in (None, 1, facts.config.tensor_parallel_size),
-        "the draft is split like the target, or not at all",
-        "give 1 or --tensor-parallel-size, which is {config.tensor_parallel_size}",
+        "the draft is split like the target, or not at all; give 1 or --tensor-parallel-size, which is {size}",
     ),
     Refusal(
         "--tensor-parallel-size {config.tensor_parallel_size}",
         "heads, experts or a vocabulary that it does not divide",
         _indivisible,
-        "{found}",
-        "give a divisor",
+        "{found}; give a divisor",
     ),
 )
 
@@ -162,7 +148,6 @@ def check(facts: Facts) -> None:
     """Raise UnsupportedError for the first combination that is refused."""
     for refusal in REFUSALS:
         if found := refusal.applies(facts):
-            text = f"{refusal.flag}: {refusal.why}; {refusal.instead}"
-            raise UnsupportedError(
-                text.format(config=facts.config, kind=facts.kind, block_size=facts.block_size, found=found)
-            )
+            config, text = facts.config, f"{refusal.flag}: {refusal.why}"
+            known = {"kind": facts.kind, "block_size": facts.block_size, "size": config.tensor_parallel_size}
+            raise UnsupportedError(text.format(config=config, found=found, **known))

@@ -19,10 +19,7 @@ def check_attention(backend: Backend, decoder: DecoderConfig, page_size: int, ro
     """Run attention, causal, bidirectional and under the masks of `decoder`, with its sinks if any.
 
     Two sequences of `rows` rows lie on scattered pages. A window is narrowed until it hides tokens of every row of the
-    second sequence.
-
-    Raises UnsupportedError if the result is another attention. A draft under a causal mask would give right text and
-    no speed.
+    second. Raises UnsupportedError for another result: a draft under a causal mask would have right text and no speed.
     """
     host_seq_lens = [rows + 1, rows + page_size]
     width = -(-host_seq_lens[1] // page_size)
