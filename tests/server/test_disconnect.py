@@ -65,13 +65,10 @@ def test_after_an_abort_the_gauges_say_that_nothing_runs_even_if_a_step_was_in_f
 
 
 def test_a_request_that_cannot_be_sent_leaves_nothing_behind(server):
-    async def submit():
-        with pytest.raises(OverflowError):
-            server.engine.submit(Request("unsendable", [1], 5, stop_token_ids=[2**64]))
-        return server.engine.num_running, server.engine.admission.num_in_flight
-
     before = server.metric("prompt_tokens_total")
-    assert server.call(submit) == (0, 0)
+    with pytest.raises(OverflowError):
+        server.call(lambda: server.engine.submit(Request("unsendable", [1], 5, stop_token_ids=[2**64])))
+    assert (server.engine.num_running, server.engine.admission.num_in_flight) == (0, 0)
     server.call(server.engine.drained)
     assert server.metric("prompt_tokens_total") == before
 
@@ -80,22 +77,15 @@ def test_a_slow_reader_gets_coalesced_tokens_and_blocks_no_other(server):
     """While one reader sleeps, its deltas wait as one, and another request is served from end to end."""
     ids = server.bytes("x" * 200)
 
-    async def slow():
-        return server.engine.submit(Request("slow", [1], 250, stop_token_ids=[2]))
-
-    stream = server.call(slow)
+    stream = server.call(lambda: server.engine.submit(Request("slow", [1], 250, stop_token_ids=[2])))
     server.script.see("Submit")
     for token in ids:
         server.script.emit("slow", [token])
     server.script.plan([5, 2])
     assert server.openai.completions.create(model="tiny", prompt="quick").choices[0].finish_reason == "stop"
 
-    async def wake():
-        delta = await next_delta(stream)
-        stream.close()
-        return delta
-
-    delta = server.call(wake)
+    delta = server.call(lambda: next_delta(stream))
+    server.call(stream.close)
     assert delta.token_ids == ids
     assert delta.steps == [SpecStep(1, 15, 0)] * 200
     assert server.script.see("Abort")["request_id"] == "slow"
@@ -104,19 +94,14 @@ def test_a_slow_reader_gets_coalesced_tokens_and_blocks_no_other(server):
 def test_a_request_that_the_engine_has_ended_has_no_place_before_it_is_read(server):
     server.script.plan([5, 2])
 
-    async def submit():
-        return server.engine.submit(Request("unread", [1], 250, stop_token_ids=[2]))
-
-    stream = server.call(submit)
+    stream = server.call(lambda: server.engine.submit(Request("unread", [1], 250, stop_token_ids=[2])))
     server.call(server.engine.drained)
     assert server.engine.admission.num_in_flight == 0
 
-    async def read():
-        delta = await next_delta(stream)
-        stream.close()
-        return delta.token_ids, server.engine.num_running, server.engine.admission.num_unacknowledged
-
-    assert server.call(read) == ([5, 2], 0, 0), "and no Abort follows"
+    assert server.call(lambda: next_delta(stream)).token_ids == [5, 2]
+    server.call(stream.close)
+    left = (server.engine.num_running, server.engine.admission.num_unacknowledged)
+    assert left == (0, 0), "and no Abort follows"
 
 
 def test_a_client_that_does_not_read_is_sent_fewer_and_larger_chunks(own_server):
@@ -247,12 +232,8 @@ def test_who_has_no_answer_yet_when_the_server_goes_down_gets_one(begun):
 
 def test_an_abort_by_id_ends_the_request_with_an_error(server, background):
     running, request_id = server.begin(background)
-
-    async def abort():
-        server.engine.abort(request_id)
-        server.engine.abort(request_id)
-
-    server.call(abort)
+    for _ in range(2):
+        server.call(lambda: server.engine.abort(request_id))
     assert server.script.see("Abort")["request_id"] == request_id
     assert running.result().status_code == 500
     assert "aborted" in running.result().json()["error"]["message"]

@@ -172,18 +172,12 @@ def test_an_engine_killed_by_a_signal_is_named_so(ready_server, background):
 
 
 def test_after_a_death_no_request_has_a_place_before_its_end_is_read(ready_server):
-    async def submit():
-        return ready_server.engine.submit(Request("unread", [1], 5, stop_token_ids=[2]))
-
-    stream = ready_server.call(submit)
+    stream = ready_server.call(lambda: ready_server.engine.submit(Request("unread", [1], 5, stop_token_ids=[2])))
     ready_server.script.order("die", code=3)
     assert ready_server.script.see("started")
     assert (ready_server.engine.num_running, ready_server.engine.admission.num_in_flight) == (0, 0)
 
-    async def read():
-        return (await next_delta(stream)).error
-
-    assert "exit code 3" in ready_server.call(read)
+    assert "exit code 3" in ready_server.call(lambda: next_delta(stream)).error
 
 
 def test_an_engine_is_a_session_of_its_own_and_takes_its_folder_with_it(own_server):

@@ -95,10 +95,7 @@ def test_a_connection_that_has_closed_waits_for_nothing(server):
 
 
 def waiting_for_heads(server):
-    async def waiting():
-        return [one for one in server.uvicorn.server_state.connections if one._timer is not None]
-
-    return server.call(waiting)
+    return server.call(lambda: [one for one in server.uvicorn.server_state.connections if one._timer is not None])
 
 
 def test_an_answer_may_take_longer_than_a_head(server, background):
@@ -142,7 +139,7 @@ def never_reading(model_folder):
         yield server, client, request_id
 
 
-async def buffers(server):
+def buffers(server):
     """Return the bytes that each streaming connection has still to send."""
     every = server.uvicorn.server_state.connections
     return [one.transport.get_write_buffer_size() for one in every if one.cycle and not one.cycle.response_complete]

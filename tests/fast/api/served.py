@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import inspect
 import itertools
 import json
 import shutil
@@ -195,10 +196,11 @@ class Server:
         await serving
 
     def call(self, make: Callable[[], Any]) -> Any:
-        """Run a coroutine on the server's loop."""
+        """Run a function on the server's loop, and wait for its result if that is a coroutine."""
 
         async def called() -> Any:
-            return await make()
+            found = make()
+            return await found if inspect.isawaitable(found) else found
 
         return asyncio.run_coroutine_threadsafe(called(), self._loop).result(PATIENCE)
 
@@ -248,11 +250,7 @@ class Server:
         """Let every message in flight arrive, and drop it. Requests from then on wait for `emit`."""
         self.script.by_hand()
         self.call(self.engine.drained)
-
-        async def flush() -> None:
-            self.engine.flush_cache()
-
-        self.call(flush)
+        self.call(self.engine.flush_cache)
         self.script.see("FlushCache")  # It is behind every earlier command.
         until(lambda: not self.engine.admission.num_unacknowledged)  # Its reply is behind every earlier reply.
         self.script.forget()

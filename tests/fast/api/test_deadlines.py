@@ -27,11 +27,7 @@ class Gate:
     def open(self):
         """For one deadline."""
         until(lambda: self._waiting)
-
-        async def expire():
-            self._expire(self._waiting.pop())
-
-        self._server.call(expire)
+        self._server.call(lambda: self._expire(self._waiting.pop()))
 
 
 @pytest.fixture
