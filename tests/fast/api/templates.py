@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.fast.api.errors import error_of
 from tests.fast.api.served import Server, serving_ready
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -126,6 +127,4 @@ def said(server: Server, stream: bool = False, **fields: Any) -> Said:
 
 
 def refusal(server: Server, **fields: Any) -> dict[str, Any]:
-    response = server.http.post("/v1/chat/completions", json=ASK | fields)
-    assert response.status_code == 400, response.text
-    return response.json()["error"]
+    return error_of(server.http.post("/v1/chat/completions", json=ASK | fields), 400)

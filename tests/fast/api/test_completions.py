@@ -10,6 +10,22 @@ from tests.fast.api.errors import error_of
 ASK = {"model": "tiny"}
 
 
+def answers(server, stream, **fields):
+    """The texts of all answers in order, their reasons, and the usage."""
+    if not stream:
+        answer = server.openai.completions.create(**ASK, **fields)
+        return [c.text for c in answer.choices], [c.finish_reason for c in answer.choices], answer.usage
+    texts, reasons = {}, {}
+    fields |= {"stream": True, "stream_options": {"include_usage": True}}
+    with server.openai.completions.create(**ASK, **fields) as chunks:
+        for chunk in chunks:
+            for choice in chunk.choices:
+                texts[choice.index] = texts.get(choice.index, "") + choice.text
+                if choice.finish_reason:
+                    reasons[choice.index] = choice.finish_reason
+    return [texts[i] for i in sorted(texts)], [reasons[i] for i in sorted(reasons)], chunk.usage
+
+
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_prompt_may_be_text_or_token_ids(server, as_ids):
     ids = server.ids("hello world")
@@ -35,16 +51,9 @@ def test_a_list_of_prompts_gets_an_answer_each_in_its_own_order(server, backgrou
             server.script.emit(submit["request_id"], [2])
 
     done = background.submit(answer_in_reverse)
-    if stream:
-        texts = ["", "", ""]
-        with server.openai.completions.create(**ASK, prompt=sent, stream=True) as chunks:
-            for chunk in chunks:
-                texts[chunk.choices[0].index] += chunk.choices[0].text
-    else:
-        answer = server.openai.completions.create(**ASK, prompt=sent)
-        texts = [choice.text for choice in sorted(answer.choices, key=lambda choice: choice.index)]
-        tokens = sum(len(server.ids(p)) for p in prompts)
-        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (tokens, tokens + 3)
+    texts, _, usage = answers(server, stream, prompt=sent)
+    tokens = sum(len(server.ids(p)) for p in prompts)
+    assert (usage.prompt_tokens, usage.completion_tokens) == (tokens, tokens + 3)
     done.result()
     assert texts == prompts
 
@@ -52,13 +61,9 @@ def test_a_list_of_prompts_gets_an_answer_each_in_its_own_order(server, backgrou
 def test_stream_equals_non_stream_and_counts_the_same(server):
     ids = server.bytes("漢字 and more")
     server.script.plan(ids[:2], ids[2:5], ids[5:])
-    ask = ASK | {"prompt": "x", "max_tokens": len(ids)}
-    whole = server.openai.completions.create(**ask)
-    with server.openai.completions.create(**ask, stream=True, stream_options={"include_usage": True}) as stream:
-        chunks = list(stream)
-    assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text == "漢字 and more"
-    assert chunks[-1].usage == whole.usage
-    assert whole.choices[0].finish_reason == "length"
+    whole = answers(server, False, prompt="x", max_tokens=len(ids))
+    assert whole == answers(server, True, prompt="x", max_tokens=len(ids))
+    assert whole[:2] == (["漢字 and more"], ["length"])
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -71,19 +76,9 @@ def test_stop_strings_are_cut_exactly_across_tokens_and_steps(server, stream, st
     words = "hello world! x"
     ids = [*server.bytes(words), 2]
     server.script.plan(*[ids[i : i + width] for i in range(0, len(ids), width)])
-    ask = ASK | {"prompt": "p", "stop": stop, "max_tokens": 40}
-    if stream:
-        with server.openai.completions.create(**ask, stream=True, stream_options={"include_usage": True}) as chunks:
-            received = list(chunks)
-        text = "".join(c.choices[0].text for c in received if c.choices)
-        usage = received[-1].usage
-        reasons = [c.choices[0].finish_reason for c in received if c.choices and c.choices[0].finish_reason]
-    else:
-        answer = server.openai.completions.create(**ask)
-        text, usage, reasons = answer.choices[0].text, answer.usage, [answer.choices[0].finish_reason]
-    assert text == (words if expected is None else expected)
+    texts, reasons, usage = answers(server, stream, prompt="p", stop=stop, max_tokens=40)
+    assert (texts, reasons) == ([words if expected is None else expected], ["stop"])
     assert usage.completion_tokens == counted
-    assert reasons == ["stop"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -122,23 +117,6 @@ def test_a_stop_string_is_never_leaked_in_a_stream(server, background):
     playing.result()
     assert "".join(pieces) == "abENab"
     assert not any(piece.endswith("E") for piece in pieces)
-
-
-def answers(server, stream, **fields):
-    """The texts of all answers in order, their reasons, and the usage."""
-    if not stream:
-        answer = server.openai.completions.create(**ASK, **fields)
-        return [c.text for c in answer.choices], [c.finish_reason for c in answer.choices], answer.usage
-    texts, reasons = {}, {}
-    with server.openai.completions.create(
-        **ASK, **fields, stream=True, stream_options={"include_usage": True}
-    ) as chunks:
-        for chunk in chunks:
-            for choice in chunk.choices:
-                texts[choice.index] = texts.get(choice.index, "") + choice.text
-                if choice.finish_reason:
-                    reasons[choice.index] = choice.finish_reason
-    return [texts[i] for i in sorted(texts)], [reasons[i] for i in sorted(reasons)], chunk.usage
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -10,6 +10,11 @@ from app.messages import EngineInfo
 from app.wire import LoadProgress
 
 
+def engine(**states: int) -> EngineInfo:
+    sizes = {"page_size": 16, "num_pages": 8, "max_model_len": 64, "max_num_seqs": 32, "max_num_batched_tokens": 64}
+    return EngineInfo("t", None, "cpu", "float32", 1, [], **sizes, vocab_size=97, **states)
+
+
 def test_the_line_of_timing_says_how_many_seconds_are_left() -> None:
     assert stage_line(LoadProgress("timing steps", 3, 10)) == "timing steps, at most 7 s left"
     assert stage_line(LoadProgress("target", 3, 10)) == "target"
@@ -17,18 +22,14 @@ def test_the_line_of_timing_says_how_many_seconds_are_left() -> None:
 
 @pytest.mark.parametrize("state_bytes", [0, 663 << 20])
 def test_the_table_tells_of_recurrent_state_and_of_the_cache_that_is_missing(state_bytes: int) -> None:
-    sizes = {"page_size": 16, "num_pages": 8, "max_model_len": 64, "max_num_seqs": 32, "max_num_batched_tokens": 64}
-    info = EngineInfo("t", None, "cpu", "float32", 1, [], **sizes, vocab_size=97, state_bytes=state_bytes)
     shown = Console(file=StringIO(), width=200)
-    shown.print(ready_table(info))
+    shown.print(ready_table(engine(state_bytes=state_bytes)))
     text = shown.file.getvalue()  # type: ignore[attr-defined]
     assert ("663 MiB of recurrent state for 32 requests" in text) == bool(state_bytes)
     assert ("no prefix cache" in text) == bool(state_bytes)
 
 
 def test_the_line_of_recurrent_state_tells_of_the_checkpoints() -> None:
-    sizes = {"page_size": 16, "num_pages": 8, "max_model_len": 64, "max_num_seqs": 32, "max_num_batched_tokens": 64}
-    states = {"state_bytes": 663 << 20, "state_cache_bytes": 160 << 20, "num_state_checkpoints": 8}
-    info = EngineInfo("t", None, "cpu", "float32", 1, [], **sizes, vocab_size=97, **states)
     said = "663 MiB of recurrent state for 32 requests, and 160 MiB for 8 checkpoints of the prefix cache"
-    assert state_line(info) == said
+    states = {"state_bytes": 663 << 20, "state_cache_bytes": 160 << 20, "num_state_checkpoints": 8}
+    assert state_line(engine(**states)) == said

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from app.text.parsers import llama3_json, qwen3
+from tests.fast.api.errors import error_of
 from tests.fast.api.served import CHATML, Server, serving_ready
 from tests.fast.api.templates import HELLO, NO_THINKING, QWEN, TURN, WEATHER, Said, prompt_of, refusal, said
 
@@ -173,21 +174,22 @@ def test_a_request_for_thinking_before_a_forced_call_is_warned(thinking, fields,
         assert [(warning["code"], warning["param"]) for warning in warnings] == expected
 
 
-@pytest.mark.parametrize("field", ["tools.0.function.name", "tool_choice.function.name"])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-def test_the_name_of_a_function_has_a_maximum_length(server, path, field):
-    long = {"type": "function", "function": {"name": "n" * 257}}
-    tools, choice = ([long], "auto") if field.startswith("tools") else ([WEATHER], long)
-    response = server.http.post(path, json=OFFER | {"tools": tools, "tool_choice": choice})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+LONG = {"type": "function", "function": {"name": "n" * 257}}
+FLAT = {"type": "function", "name": "n" * 257}
 
 
-@pytest.mark.parametrize("field", ["tools.0.name", "tool_choice.name"])
-def test_responses_have_the_same_maximum(server, field):
-    names = ("n" * 257, "f") if field.startswith("tools") else ("f", "n" * 257)
-    tool, choice = ({"type": "function", "name": name} for name in names)
-    response = server.http.post("/v1/responses", json={"input": "a", "tools": [tool], "tool_choice": choice})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        *((path, {"tools": [LONG]}, "tools.0.function.name") for path in ("/v1/chat/completions", "/tokenize")),
+        *((path, {"tool_choice": LONG}, "tool_choice.function.name") for path in ("/v1/chat/completions", "/tokenize")),
+        ("/v1/responses", {"tools": [FLAT]}, "tools.0.name"),
+        ("/v1/responses", {"tools": [{"type": "function", "name": "f"}], "tool_choice": FLAT}, "tool_choice.name"),
+    ],
+)
+def test_the_name_of_a_function_has_a_maximum_length(server, path, fields, param):
+    base = {"input": "a"} if path == "/v1/responses" else OFFER
+    assert error_of(server.http.post(path, json=base | fields), 400)["param"] == param
 
 
 def test_a_prompt_is_encoded_off_the_event_loop(server, monkeypatch):
@@ -281,11 +283,6 @@ def test_an_unknown_form_of_calls_cannot_be_forced(start):
     error = refusal(server, tools=[CLOCK], tool_choice="required")
     assert (error["param"], error["code"]) == ("tool_choice", "unsupported_parameter")
     assert "--tool-call-parser" in error["message"]
-
-
-def test_bare_completions_know_no_tools(server):
-    response = server.http.post("/v1/completions", json={"model": "tiny", "prompt": "x", "tool_choice": "required"})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "tool_choice")
 
 
 def test_prompt_and_prefix_must_fit_together(thinking):

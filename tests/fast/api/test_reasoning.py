@@ -97,11 +97,6 @@ def test_separate_reasoning_true_is_what_happens_anyway(server, value):
     assert said(server, separate_reasoning=value)[:3] == ("hm", "So.", "stop")
 
 
-def test_separate_reasoning_is_true_or_false(server):
-    response = server.http.post("/v1/chat/completions", json=ASK | {"separate_reasoning": "no"})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "separate_reasoning")
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("template", [QWEN, OPENS], ids=["qwen", "opens"])
 def test_with_the_parser_off_all_is_content(start, template, stream):

@@ -48,6 +48,7 @@ def test_responses_have_the_effort_too(server, effort):
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
         ({"enable_thinking": "no"}, "enable_thinking"),
         ({"include_reasoning": "no"}, "include_reasoning"),
+        ({"separate_reasoning": "no"}, "separate_reasoning"),
         ({"include_reasoning": False, "separate_reasoning": False}, "include_reasoning"),
     ],
     ids=str,
