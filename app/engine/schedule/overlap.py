@@ -53,11 +53,10 @@ def schedule_ahead(scheduler: Scheduler, batch: Batch) -> Batch | str:
 
 
 def _next_slot(scheduler: Scheduler, share: ScheduledSequence) -> int:
-    """Return the slot that the rows after `share` write. If that may fill a page, its slot stays as it is."""
+    """Return the slot that the rows after `share` write. If `share` may fill a page, its slot stays as it is."""
     seq, states, page_size = share.seq, scheduler.states, scheduler.pool.page_size
     states.commit(share)  # the device works in order, so later rows read what these write
-    start, end = seq.num_computed, seq.num_computed + share.count
-    if states.num_checkpoints and seq.cacheable and end // page_size * page_size >= max(start, 1):
+    if seq.cacheable and (seq.num_computed + share.count) // page_size > seq.num_computed // page_size:
         states.freeze(seq)
     states.prepare(seq)
     return seq.next_state_slot

@@ -11,6 +11,7 @@ from app.engine.schedule.overlap import schedule_ahead
 from app.engine.schedule.page_pool import SCRATCH_PAGES, PagePool
 from app.engine.schedule.policy import Policy
 from app.engine.schedule.scheduler import Scheduler
+from app.engine.schedule.state_slots import StateSlots
 from app.engine.sequence import NOT_FINITE, Sequence
 from app.messages import Request, TokenDelta
 from tests.fast.engine.flat_request import flat_request
@@ -20,21 +21,22 @@ BLOCK = 4
 
 
 class Flight:
-    """A scheduler with `count` sequences that decode, "a", "b" and so on, each with 3 tokens of which 2 are prompt; a
-    page has a token."""
+    """A scheduler with `count` sequences that decode, "a", "b" and so on, each with 3 tokens of which 2 are prompt."""
 
     def __init__(
         self,
         count: int = 1,
         *,
         pages: int = 200,
+        page_size: int = 1,
+        states: StateSlots | None = None,
         max_tokens: int = 30,
         max_num_seqs: int = 4,
         prefix_caching: bool = False,
         stop: Collection[int] = (),
         **asked: Any,
     ) -> None:
-        self.pool = PagePool(SCRATCH_PAGES + pages, 1)
+        self.pool = PagePool(SCRATCH_PAGES + pages, page_size)
         self.scheduler = Scheduler(
             self.pool,
             max_num_seqs=max_num_seqs,
@@ -42,6 +44,7 @@ class Flight:
             max_model_len=40,
             block_size=BLOCK,
             prefix_caching=prefix_caching,
+            states=states,
         )
         Faults(self.scheduler)
         for name in "abcd"[:count]:
@@ -93,6 +96,18 @@ def test_rows_begin_where_they_must_at_least_and_own_pages_for_where_they_may_en
     assert (a.token_ids, b.token_ids) == ([20, 21], [30, 31, 32, 33])
     assert [rows.start for rows in behind.decodes] == [5, 3]
     assert all(seq.is_decoding for seq in flight.seqs)
+
+
+@pytest.mark.parametrize("page_size", [3, 4, 5, 6, 7])
+def test_a_state_in_flight_becomes_a_checkpoint_if_its_rows_end_a_page(page_size: int):
+    """Rows [2, 6) end pages of up to 6 tokens, also where the last row's token stops the answer."""
+    states = StateSlots(4, 8, 512)
+    flight = Flight(page_size=page_size, prefix_caching=True, states=states, stop=[13])
+    (seq,) = flight.seqs
+    assert flight.behind() and states.num_used_checkpoints == (page_size < 7), "none is kept for nothing"
+    (delta,) = flight.commit(flight.batch, [[10, 11, 12, 13]], [3])
+    assert delta.finish_reason == "stop"
+    assert (page_size == 7) or seq.digest(6 // page_size - 1, page_size) in states
 
 
 def test_no_more_rows_than_may_be_emitted_and_none_of_who_is_sure_to_end():
