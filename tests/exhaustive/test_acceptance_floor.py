@@ -9,17 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from app.engine.load.engine import Engine
-from tests.exhaustive.acceptance import (
-    FLOOR,
-    NEAR,
-    PROMPTS,
-    WAYS,
-    answers,
-    cold_run,
-    engine,
-    keeps,
-    requests,
-)
+from tests.exhaustive.acceptance import FLOOR, NEAR, PROMPTS, WAYS, answers, cold_run, engine, keeps, requests
 from tests.fast.engine.draft_mistakes import IN_THE_ENGINE, with_causal_blocks
 from tests.fast.engine.lossless import run_engine
 

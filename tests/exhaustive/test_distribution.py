@@ -28,15 +28,7 @@ from tests.exhaustive.live import load_transformers
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.lossless import make_engine
 from tests.fast.engine.pairs import make_pair
-from tests.fast.engine.reference import (
-    PLAIN,
-    ReferenceDraft,
-    Sampling,
-    adjusted,
-    features,
-    filtered,
-    teacher_forced,
-)
+from tests.fast.engine.reference import PLAIN, ReferenceDraft, Sampling, adjusted, features, filtered, teacher_forced
 
 torch.set_num_threads(1)
 

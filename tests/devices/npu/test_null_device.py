@@ -135,37 +135,34 @@ def test_the_cann_version_decides_which_attention_is_launched(run_python, tmp_pa
     assert launched == [f"launch aclnnFusedInferAttentionScore{entry}"]
 
 
-def test_the_task_queue_runs_on_the_null_device_too(run_python: Run) -> None:
-    program = ATTENTION + "print(torch.arange(3).to('npu').tolist())"
-    assert run_python(program, TASK_QUEUE_ENABLE="1").endswith("[0, 1, 2]\n")
+PROGRAMS = {
+    "the task queue": (
+        ATTENTION + "print(torch.arange(3).to('npu').tolist())", {"TASK_QUEUE_ENABLE": "1"}, "[0, 1, 2]"
+    ),
+    "another SoC": (
+        "print(torch.npu.get_device_name(0), torch_npu.npu.utils.get_cann_version())",
+        {"NPU_STUB_SOC": "Ascend910B4", "NPU_STUB_CANN": "8.5.0"}, "Ascend910B4 8.5.0",
+    ),
+    "no device, schemas and meta kernels": (
+        "x = torch.empty(3, 8, dtype=torch.bfloat16, device='meta')\n"
+        "print(torch.npu.is_available(), torch.npu.device_count(), torch_npu.npu_swiglu(x).shape)",
+        {"NPU_STUB_DEVICES": "0"}, "False 0 torch.Size([3, 4])",
+    ),
+    "memory that runs out": (
+        "try:\n    torch.empty(1 << 30, dtype=torch.uint8, device='npu')\n"
+        "except torch.OutOfMemoryError as error:\n    print('out of memory', torch.npu.mem_get_info()[1] >> 20)",
+        {"NPU_STUB_MEMORY": str(512 << 20)}, "out of memory 512",
+    ),
+    "expandable segments": (
+        "x = torch.arange(1 << 20).to('npu'); print(x[-1].item(), torch.npu.mem_get_info()[0] < 60 << 30)",
+        {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}, "1048575 True",
+    ),
+}  # fmt: skip
 
 
-def test_the_soc_can_be_another(run_python: Run) -> None:
-    program = "print(torch.npu.get_device_name(0), torch_npu.npu.utils.get_cann_version())"
-    assert run_python(program, NPU_STUB_SOC="Ascend910B4", NPU_STUB_CANN="8.5.0").endswith("Ascend910B4 8.5.0\n")
-
-
-def test_without_devices_there_are_schemas_and_meta_kernels(run_python: Run) -> None:
-    program = """
-x = torch.empty(3, 8, dtype=torch.bfloat16, device="meta")
-print(torch.npu.is_available(), torch.npu.device_count(), torch_npu.npu_swiglu(x).shape)
-"""
-    assert run_python(program, NPU_STUB_DEVICES="0").endswith("False 0 torch.Size([3, 4])\n")
-
-
-def test_memory_runs_out(run_python: Run) -> None:
-    program = """
-try:
-    torch.empty(1 << 30, dtype=torch.uint8, device="npu")
-except torch.OutOfMemoryError as error:
-    print("out of memory", torch.npu.mem_get_info()[1] >> 20)
-"""
-    assert run_python(program, NPU_STUB_MEMORY=str(512 << 20)).endswith("out of memory 512\n")
-
-
-def test_expandable_segments_are_memory_like_any(run_python: Run) -> None:
-    program = "x = torch.arange(1 << 20).to('npu'); print(x[-1].item(), torch.npu.mem_get_info()[0] < 60 << 30)"
-    assert run_python(program, PYTORCH_NPU_ALLOC_CONF="expandable_segments:True").endswith("1048575 True\n")
+@pytest.mark.parametrize(("program", "environment", "end"), PROGRAMS.values(), ids=PROGRAMS)
+def test_a_process_of_another_environment_has_its_device(run_python, program, environment, end):
+    assert run_python(program, **environment).endswith(f"{end}\n")
 
 
 def test_torch_npu_checks_arguments_as_on_a_card() -> None:

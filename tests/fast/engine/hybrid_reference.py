@@ -4,6 +4,7 @@ It shares no code with the engine, and is called as Transformers' Qwen3_5ForCaus
 against the other.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.fast.engine.hybrid_pairs import make_hybrid_pair
+from tests.fast.engine.lossless import LUCKY, Subject, random_prompts
 from tests.fast.engine.reference import ReferenceTarget, Rope, rotated
 
 
@@ -97,3 +100,13 @@ class HybridReference(ReferenceTarget):
     def _norm(self, x: Tensor, name: str) -> Tensor:
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
         return x * scale * (1 + self.weights[f"{name}.weight"])
+
+
+def hybrid_subject(folder: Path) -> Subject:
+    """Six prompts and five tokens, so that drafts are accepted by luck."""
+    pair = make_hybrid_pair(folder, **LUCKY)
+    prompts = [
+        replace(prompt, token_ids=prompt.token_ids[:40], max_tokens=min(prompt.max_tokens, 16))
+        for prompt in random_prompts(5, 6)
+    ]
+    return Subject("hybrid", pair.target, pair.draft, prompts, HybridReference)

@@ -19,10 +19,7 @@ from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.sequence import Sequence
 from app.messages import Request, StepOutput
 from tests.costs import fast_ones
-from tests.fast.engine.draft_mistakes import (
-    IN_THE_ENGINE,
-    IN_THE_WEIGHTS,
-)
+from tests.fast.engine.draft_mistakes import IN_THE_ENGINE, IN_THE_WEIGHTS
 from tests.fast.engine.lossless import LUCKY, demo_folder, demo_prompts, make_engine
 from tests.fast.engine.pairs import LLAMA3, Pair, make_pair
 from tests.fast.engine.reference import ReferenceDraft, dflash_greedy, features, load_target

@@ -31,7 +31,7 @@ from tests.fast.engine.bf16_margin import drafted, measured
 from tests.fast.engine.feeder import Feeder, assert_logits_close
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
-from tests.fast.engine.hybrid_reference import HybridReference
+from tests.fast.engine.hybrid_reference import HybridReference, hybrid_subject
 from tests.fast.engine.lossless import LUCKY, Case, Subject, assert_lossless, make_engine, random_prompts
 from tests.fast.engine.pairs import Pair
 from tests.fast.engine.planted import PlannedRun
@@ -167,11 +167,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def lucky(tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    """Five tokens, so that drafts are accepted by luck."""
-    pair = make_hybrid_pair(tmp_path_factory.mktemp("lucky"), **LUCKY)
-    prompts = [replace(prompt, max_tokens=min(prompt.max_tokens, 16)) for prompt in random_prompts(5, 6)]
-    prompts = [replace(prompt, token_ids=prompt.token_ids[:40]) for prompt in prompts]
-    return Subject("hybrid", pair.target, pair.draft, prompts, HybridReference)
+    return hybrid_subject(tmp_path_factory.mktemp("lucky"))
 
 
 def test_plain_decoding_is_the_references(lucky: Subject):

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from app.config.settings import Config
 from app.engine import process
 from app.engine.load.engine import Engine
 from app.messages import Request, TokenDelta
-from app.wire import FlushCache, Shutdown, Stepped, Submit, decode_config, encode_config
+from app.wire import FlushCache, Shutdown, Stepped, Submit
 from tests.fast.engine.lossless import (
     LUCKY,
     Case,
@@ -352,14 +351,3 @@ def test_a_flush_is_answered_and_what_was_cached_is_computed_again(folder: Path)
     assert [event.kind for event in flushed.cache_events] == ["cleared"], "no step follows that would publish it"
     last = link.sent[-1].output.stats
     assert (last.prefix_cache_queries, last.prefix_cache_hits) == (80, 32)
-
-
-@pytest.mark.parametrize("prefix_caching", [True, False])
-def test_the_setting_reaches_the_scheduler(folder: Path, prefix_caching: bool):
-    subject = lucky_subject(folder)
-    config = Config.of(prefix_caching=prefix_caching).for_engine(subject.target, subject.draft)
-    assert decode_config(encode_config(config)).prefix_caching == prefix_caching
-    engine = engine_of(subject, cache=prefix_caching)
-    request = subject.requests(Case())[0]
-    answers = [ask(engine, request) for _ in range(2)]
-    assert (answers[1].cached[request.request_id] > 0) == prefix_caching

@@ -23,8 +23,8 @@ from tests.costs import fast_ones
 from tests.fast.engine.device_lengths import device_lengths
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
-from tests.fast.engine.hybrid_reference import HybridReference
-from tests.fast.engine.lossless import LUCKY, Case, Subject, assert_lossless, make_engine, random_prompts
+from tests.fast.engine.hybrid_reference import HybridReference, hybrid_subject
+from tests.fast.engine.lossless import Case, Subject, assert_lossless, make_engine
 from tests.fast.engine.pairs import Pair
 from tests.fast.engine.planted import PlannedRun
 from tests.fast.engine.planted import make_engine as make_planted_engine
@@ -328,11 +328,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def lucky(tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    """Five tokens, so that drafts are accepted by luck."""
-    pair = make_hybrid_pair(tmp_path_factory.mktemp("lucky"), **LUCKY)
-    prompts = [replace(prompt, max_tokens=min(prompt.max_tokens, 16)) for prompt in random_prompts(5, 6)]
-    prompts = [replace(prompt, token_ids=prompt.token_ids[:40]) for prompt in prompts]
-    return Subject("hybrid", pair.target, pair.draft, prompts, HybridReference)
+    return hybrid_subject(tmp_path_factory.mktemp("lucky"))
 
 
 @pytest.mark.exhaustive
