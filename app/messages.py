@@ -158,10 +158,9 @@ class StepOutput:
 class EngineInfo:
     """Facts about a loaded engine, for the startup table, /v1/models, /server_info and the checks before admission.
 
-    Without a draft `draft` is None, `block_size` is 1, and `taps` and `draft_config` (what its config.json says, for
-    people) are empty. A hybrid target has `state_bytes` of recurrent state in addition to the KV, and
-    `state_cache_bytes` for `num_state_checkpoints` of its prefix cache. `tuned` are the ways of launches that were
-    timed. `forwards` run "by operators", are BEING_COMPILED, or are "compiled".
+    Without a draft `draft` is None, `block_size` is 1, and `taps` and `draft_config` (what its config.json says) are
+    empty. Only a hybrid target has state: `state_cache_bytes` are for `num_state_checkpoints` of the prefix cache.
+    `tuned` are the launches that were timed. `forwards` run "by operators", are BEING_COMPILED, or are "compiled".
     """
 
     target: str

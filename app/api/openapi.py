@@ -8,16 +8,10 @@ from fastapi.responses import PlainTextResponse
 from pydantic import Field, create_model
 from pydantic.json_schema import models_json_schema
 
+from app.api import schemas as bodies
 from app.api.middleware import OPEN_PATHS
 from app.api.responses_schemas import ResponsesRequest
-from app.api.schemas import (
-    Body,
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeChatRequest,
-    TokenizeRequest,
-)
+from app.api.schemas import Body
 from app.messages import EngineInfo
 
 _REFS = "#/components/schemas/{model}"
@@ -171,8 +165,8 @@ def _route(
     return route
 
 
-_CHAT, _TEXT, _RESPONSES = (ChatCompletionRequest,), (CompletionRequest,), (ResponsesRequest,)
-_TOKENIZE, _DETOKENIZE = (TokenizeRequest, TokenizeChatRequest), (DetokenizeRequest,)
+_CHAT, _TEXT, _RESPONSES = (bodies.ChatCompletionRequest,), (bodies.CompletionRequest,), (ResponsesRequest,)
+_TOKENIZE, _DETOKENIZE = (bodies.TokenizeRequest, bodies.TokenizeChatRequest), (bodies.DetokenizeRequest,)
 _BODIES: tuple[type[Body], ...] = (*_CHAT, *_TEXT, *_RESPONSES, *_TOKENIZE, *_DETOKENIZE)
 _ALL = tuple(_STATUSES)
 _NO_ENGINE = tuple(status for status in _STATUSES if status not in (500, 504))

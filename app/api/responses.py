@@ -9,22 +9,12 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from app.api import openapi
+from app.api import responses_schemas as items
 from app.api.body import parse
 from app.api.chat import converse
 from app.api.errors import ApiError, bad_request
 from app.api.generate import Received, answer, receive
 from app.api.responses_answers import ResponseAnswers
-from app.api.responses_schemas import (
-    ChosenFunction,
-    ConversationRequest,
-    FunctionCallItem,
-    FunctionCallOutput,
-    InputMessage,
-    InputText,
-    Item,
-    ReasoningItem,
-    ResponsesRequest,
-)
 from app.api.schemas import MAX_CALLS, SamplingRequest
 
 router = APIRouter()
@@ -40,11 +30,11 @@ _NAMES = {
 
 @router.post("/v1/responses", **openapi.RESPONSES)
 async def responses(request: Request) -> Response:
-    received = await receive(request, ResponsesRequest)
+    received = await receive(request, items.ResponsesRequest)
     conversation = Conversation(received.body)
     with conversation.errors_of_its_fields():
-        body = parse(conversation.as_chat(), ConversationRequest, received.services.metrics)
-        chat: Received[ConversationRequest] = replace(received, body=body)  # type: ignore[arg-type, assignment]
+        body = parse(conversation.as_chat(), items.ConversationRequest, received.services.metrics)
+        chat: Received[items.ConversationRequest] = replace(received, body=body)  # type: ignore[arg-type, assignment]
         choices = await converse(chat)
     choices.warnings = [one | {"param": conversation.own_name(one["param"])} for one in choices.warnings]
     defaults = received.services.tokenizer.defaults
@@ -54,7 +44,7 @@ async def responses(request: Request) -> Response:
 class Conversation:
     """Messages of chat that are made of a request's items. Each message has its source, the field it comes from."""
 
-    def __init__(self, body: ResponsesRequest) -> None:
+    def __init__(self, body: items.ResponsesRequest) -> None:
         self._body = body
         self._messages: list[dict[str, Any]] = []
         self._sources: list[str] = []
@@ -75,7 +65,7 @@ class Conversation:
             for tool in body.tools or []
         ]
         choice: Any = body.tool_choice
-        if isinstance(choice, ChosenFunction):
+        if isinstance(choice, items.ChosenFunction):
             choice = {"type": choice.type, "function": {"name": choice.name}}
         return {name: getattr(body, name) for name in SamplingRequest.model_fields} | {
             "messages": self._messages,
@@ -123,33 +113,35 @@ class Conversation:
         self._messages.append(message)
         self._sources.append(source)
 
-    def _add_item(self, source: str, item: Item) -> None:
+    def _add_item(self, source: str, item: items.Item) -> None:
         """Add an item. Reasoning, text and calls that follow each other in this order are one message of chat."""
-        if isinstance(item, FunctionCallOutput):
+        if isinstance(item, items.FunctionCallOutput):
             self._add(source, role="tool", tool_call_id=item.call_id, content=_text(item.output))
-        elif isinstance(item, InputMessage) and item.role != "assistant":
+        elif isinstance(item, items.InputMessage) and item.role != "assistant":
             self._add(source, role=item.role, content=_text(item.content))
         else:
             self._extend_turn(source, item)
 
-    def _extend_turn(self, source: str, item: InputMessage | FunctionCallItem | ReasoningItem) -> None:
+    def _extend_turn(
+        self, source: str, item: items.InputMessage | items.FunctionCallItem | items.ReasoningItem
+    ) -> None:
         last = self._messages[-1] if self._messages else {"role": None}
-        is_call = isinstance(item, FunctionCallItem)  # Only a call may follow text or a call.
+        is_call = isinstance(item, items.FunctionCallItem)  # Only a call may follow text or a call.
         if last["role"] != "assistant" or not (is_call or (not last["content"] and "tool_calls" not in last)):
             self._add(source, role="assistant", content="")
         turn = self._messages[-1]
         self._sources[-1] = source
-        if isinstance(item, FunctionCallItem):
+        if isinstance(item, items.FunctionCallItem):
             function = {"name": item.name, "arguments": item.arguments}
             calls = turn.setdefault("tool_calls", [])
             calls.append({"id": item.call_id, "type": "function", "function": function})
             if len(calls) > MAX_CALLS:
                 raise bad_request(f"`{source}`: at most {MAX_CALLS} calls may follow each other.", source)
-        elif isinstance(item, InputMessage):
+        elif isinstance(item, items.InputMessage):
             turn["content"] = _text(item.content)
         elif item.text:
             turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), item.text)))
 
 
-def _text(content: InputText) -> str:
+def _text(content: items.InputText) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)

@@ -22,6 +22,7 @@ from app.api.schemas import (
     known_type,
 )
 
+_TEXTS = ("input_text", "output_text")
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
 MAX_METADATA = 16
@@ -34,11 +35,7 @@ class InputPart(Body):
 
     type: Annotated[
         Literal["input_text", "output_text"],
-        known_type(
-            "input_text",
-            "output_text",
-            why='must be "input_text" or "output_text": this model reads no images, sounds or files',
-        ),
+        known_type(*_TEXTS, why='must be "input_text" or "output_text": this model reads no images, sounds or files'),
     ]
     text: str
 

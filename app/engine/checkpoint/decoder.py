@@ -134,10 +134,6 @@ def _experts(raw: Raw) -> MoeConfig | None:
     for field in ("hidden_size", size_field):
         if positive(raw, field) % EXPERTS_ALIGNMENT:
             raise UnsupportedError(f"{field} {raw[field]} is no multiple of {EXPERTS_ALIGNMENT}")
-    return MoeConfig(
-        num_experts=count,
-        num_experts_per_tok=chosen,
-        intermediate_size=positive(raw, size_field),
-        norm_topk_prob=bool(flag(raw, "norm_topk_prob")),
-        dense_layers=tuple(i for i in range(raw["num_hidden_layers"]) if i in dense or (i + 1) % every),
-    )
+    layers = tuple(i for i in range(raw["num_hidden_layers"]) if i in dense or (i + 1) % every)
+    normed, inner = bool(flag(raw, "norm_topk_prob")), positive(raw, size_field)
+    return MoeConfig(count, chosen, inner, normed, dense_layers=layers)
