@@ -30,8 +30,8 @@ def verify(
     column = torch.arange(columns + 1, dtype=num_drafts.dtype, device=choices.device)
     column = torch.minimum(column, limits)
     tokens = choices[logits_start[:, None] + column]
-    # The first draft that is not kept: those that equal their choice are moved past all others. A product along the
-    # rows would run on an NPU's host processor (N32).
+    # The first draft that is not kept: those that equal their choice are moved past all others. Not every device has
+    # a product along the rows.
     equal = tokens[:, :-1] == drafts[draft_index]
     accepted = torch.add(column[:, :-1], equal, alpha=columns).amin(dim=1, keepdim=True)
     return torch.cat((tokens, torch.minimum(accepted, limits)), dim=1, out=out)

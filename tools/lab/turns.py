@@ -76,7 +76,7 @@ def others(engine: Engine, concurrency: int) -> dict[str, Way]:
     if not own.graphs:
         return {}
     layout = replace(own.layout, graphs=None)
-    eager = ModelRunner(own.forward, own.backend, own._counts, layout, own.pools)
+    eager = ModelRunner(own.forward, own.backend, own.counts, layout, own.pools)
     found = {f"{FIRST}, eager, one step at a time": Way(eager, overlap=False)}
     if any(chosen != "default" for chosen in engine.tuned.values()):
         with patch.multiple(own.backend, **NOTHING_TUNED):
@@ -121,7 +121,7 @@ def captured(engine: Engine, own: ModelRunner, concurrency: int) -> ModelRunner:
         pages=max(engine.sizes.pages_per_sequence, engine.sizes.scratch_pages),
         on_graph=lambda done, total: None,
     )
-    return ModelRunner(own.forward, own.backend, own._counts, own.layout, own.pools, graphs)
+    return ModelRunner(own.forward, own.backend, own.counts, own.layout, own.pools, graphs)
 
 
 def by_turns(engine: Engine, ways: Mapping[str, Way], model: str, load: Load, ends: float) -> Result:

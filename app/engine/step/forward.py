@@ -2,7 +2,7 @@
 
 import weakref
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -56,42 +56,25 @@ class TargetOutput(NamedTuple):
     rotation: Rotation | None = None
 
 
-class CompiledSteps(Protocol):
-    """Forwards that run in the place of those by operators."""
-
-    def run_target(self, token_ids: Tensor, tensors: TargetTensors, *, greedy: bool) -> TargetOutput:
-        """Return `Forward.run_target`."""
-
-    def draft(self, tensors: DraftTensors) -> Tensor | None:
-        """Return `Forward.draft`, or None if these inputs run by operators."""
-
-
+@dataclass(eq=False)
 class Forward:
     """Draft, and target with context KV and verify. A group has at most `max_rows` rows."""
 
-    compiled: CompiledSteps | None = None
+    target: Target
+    pool: KvPool
+    rotary: RotaryTable
+    sampler: Sampler
+    backend: Backend
+    page_size: int
+    max_rows: int
+    drafter: DFlashDrafter | None
+    compiled: Any = None
+    """Runs `run_target`, and `draft` unless that returns None, in the place of operators: `--compile`."""
 
-    def __init__(
-        self,
-        target: Target,
-        pool: KvPool,
-        rotary: RotaryTable,
-        sampler: Sampler,
-        backend: Backend,
-        page_size: int,
-        max_rows: int,
-        drafter: DFlashDrafter | None,
-    ) -> None:
-        self.target = target
-        self.drafter = drafter
-        self.rotary = rotary
-        self.sampler = sampler
-        self.backend = backend
-        self.pool = pool
-        self._page_size = page_size
+    def __post_init__(self) -> None:
         forward = weakref.proxy(self)  # a cycle would keep the KV pools of the profile run until some collection
-        self.pending_context = PendingContext(lambda *rows: forward._drafter.write_context(*rows), max_rows)
-        self.row_numbers = torch.arange(max_rows, dtype=torch.int32, device=backend.device)
+        self.pending_context = PendingContext(lambda *rows: forward.drafter.write_context(*rows), self.max_rows)
+        self.row_numbers = torch.arange(self.max_rows, dtype=torch.int32, device=self.backend.device)
 
     def on_device(self, inputs: Inputs) -> OnDevice[Inputs]:
         """Return `inputs` as tensors, after one copy, with their attention planned."""
@@ -104,11 +87,11 @@ class Forward:
                 group.page_table,
                 group.query_lens,
                 group.host_seq_lens,
-                self._page_size,
+                self.page_size,
             )
             for group in tensors.groups
         ]
-        decoder = self._drafter.decoder if isinstance(inputs, DraftInputs) else self.target.config
+        decoder = self.drafter.decoder if self.drafter and isinstance(inputs, DraftInputs) else self.target.config
         found = OnDevice(tensors, metas, packed, decoder)
         self.plan(found, inputs)
         return found
@@ -126,17 +109,17 @@ class Forward:
 
     def draft(self, tensors: DraftTensors) -> Tensor:
         """Return drafts [D, w - first_draft_row], integers, of the tokens after each anchor, of blocks of w rows."""
+        assert self.drafter is not None, "a batch with drafts came to a runner without a drafter"
         if self.compiled and (drafts := self.compiled.draft(tensors)) is not None:
-            return drafts
+            return cast(Tensor, drafts)
         inputs, (group,), (meta,) = tensors.inputs, tensors.inputs.groups, tensors.metas
         positions, slot_mapping = self._positions_and_slots(group, meta)
-        return self._drafter.propose(inputs.request_ids, inputs.anchors, positions, slot_mapping, meta)
+        return self.drafter.propose(inputs.request_ids, inputs.anchors, positions, slot_mapping, meta)
 
     def choose(self, tensors: TargetTensors, drafts: Tensor | None, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Run the target's rows through its layers and into its KV pool, and add their context rows to
-        `pending_context`.
+        """Return the hidden states [R, H] of the logit rows, and the target's choice [R] int64 after each.
 
-        Returns the hidden states [R, H] of the logit rows, and the target's choice [R] int64 after each.
+        KV of all rows is written, and their context rows are added to `pending_context`.
         """
         token_ids = tensors.inputs.token_ids
         if drafts is not None:
@@ -146,15 +129,14 @@ class Forward:
         if self.drafter is not None and out.features is not None:
             rotation = out.rotation if self.drafter.rotary is self.rotary else None
             self.pending_context.add(out.features, out.positions, out.slot_mapping, rotation)
-        choices = out.choices
-        if choices is None:
-            choices = self.sampler.choose(out.hidden, self.target.lm_head, draws)
-        return out.hidden, choices
+        if out.choices is not None:
+            return out.hidden, out.choices
+        return out.hidden, self.sampler.choose(out.hidden, self.target.lm_head, draws)
 
     def run_target(self, token_ids: Tensor, tensors: TargetTensors, *, greedy: bool) -> TargetOutput:
         """Run token ids [T] through the target's layers. If all choices are `greedy`, they may be made here."""
         if self.compiled:
-            return self.compiled.run_target(token_ids, tensors, greedy=greedy)
+            return cast(TargetOutput, self.compiled.run_target(token_ids, tensors, greedy=greedy))
         inputs, metas = tensors.inputs, tensors.metas
         parts = [self._positions_and_slots(*each) for each in zip(inputs.groups, metas, strict=True)]
         positions, slot_mapping = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
@@ -170,11 +152,6 @@ class Forward:
     ) -> Tensor:
         """Return `engine.verify.verify` of the choices [R] and drafts [D, columns]."""
         return self.backend.verify(choices, drafts, inputs.logits_start, inputs.num_drafts, inputs.draft_index, out)
-
-    @property
-    def _drafter(self) -> DFlashDrafter:
-        assert self.drafter is not None, "a batch with drafts came to a runner without a drafter"
-        return self.drafter
 
     def _recurrent_rows(self, inputs: RecurrentInputs[Tensor], group: RowGroup[Tensor]) -> RecurrentRows:
         """Return the rows of decoding sequences, which are the first group, and those of each chunk."""
@@ -205,10 +182,5 @@ class Forward:
     def _positions_and_slots(self, group: RowGroup[Tensor], meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
         if group.positions is not None and group.slot_mapping is not None:
             return group.positions, group.slot_mapping
-        return self.backend.positions_and_slots(
-            group.seq_ids,
-            group.position_offsets,
-            self.row_numbers[: len(group.seq_ids)],
-            meta.page_table,
-            meta.page_size,
-        )
+        rows = group.seq_ids, group.position_offsets, self.row_numbers[: len(group.seq_ids)]
+        return self.backend.positions_and_slots(*rows, meta.page_table, meta.page_size)

@@ -45,8 +45,7 @@ class GraphSizes:
         )
 
     def padding_rows(self, seqs: int, rows: int) -> int:
-        """Return the rows of each missing sequence of a target graph, but for the last one's: 1, or 0 if rows are
-        shared."""
+        """Return the rows of each missing sequence of a target graph but the last: 1, or 0 if rows are shared."""
         return 1 if self.spare or rows == seqs else 0
 
     def target_passes(self, num_seqs: int) -> list[Size]:

@@ -1,8 +1,7 @@
 """A step as one record of arrays: token ids, lengths, page tables, and which rows are sampled. No torch.
 
-The same records hold NumPy arrays on the host and tensors on the device, by the same names (`A`). `arrays` and
-`with_arrays` go over their fields, so the copy between the two, and the message to other ranks, know no field.
-Positions and slots are computed on the device, after one packed copy, unless the device takes them from the host.
+The same records hold NumPy arrays on the host and tensors on the device (`A`). `app.engine.arrays` goes over their
+fields, so neither the copy between the two nor the message to other ranks knows a field.
 """
 
 from dataclasses import dataclass
@@ -137,8 +136,7 @@ class Layout:
         return StepInputs(target, draft, sampling, plain, bool(batch.prefills))
 
     def draft(self, batch: Batch, blocks: int, width: int, pages: int = 0) -> DraftInputs[Ints]:
-        """Return `blocks` blocks of `width` - 1 drafts, also if fewer of their rows are verified. Missing ones are
-        padding."""
+        """Return `blocks` blocks of `width` - 1 drafts, however few are verified. Missing ones are padding."""
         rows = width - 1 + self.first_draft_row
         drafting = [share for share in batch.decodes if share.num_drafts]
         padding = [rows] * (blocks - len(drafting))
@@ -156,7 +154,9 @@ class Layout:
         Tables of a graph to be captured are `pages` wide.
         """
         shares, sampling = batch.rows, batch.sampling
-        counts, tokens = [share.count for share in shares], _token_ids(shares)
+        counts, tokens = [share.count for share in shares], list[int]()
+        for share in shares:
+            tokens += (share.seq.token_ids[share.start : share.end] + [0] * share.count)[: share.count]
         num_drafts = [share.num_drafts for share in sampling]
         logits_start = [0, *accumulate(count + 1 for count in num_drafts)][:-1]
         drafting_so_far = accumulate(count > 0 for count in num_drafts)
@@ -175,12 +175,14 @@ class Layout:
             logits_indices = _ranges(firsts, [count + 1 for count in num_drafts])
         if any(num_drafts):
             drafts = _ranges([first + 1 for first in logits_start], num_drafts)
+            places_of_drafts = _ranges([index * draft_columns for index in draft_index], num_drafts)
             token_source = every_row.copy()
-            token_source[logits_indices[drafts]] = num_rows + _ranges(
-                [index * draft_columns for index in draft_index], num_drafts
-            )
+            token_source[logits_indices[drafts]] = num_rows + places_of_drafts
         parts = (batch.decodes, batch.prefills) if self.separate_prefill and not size else (shares,)
         places = entries + bool(size)
+        groups = [
+            self._group(part, [share.count for share in part], padding, pages) for part in parts if part or padding
+        ]
         return TargetInputs(
             token_ids=_filled(tokens, num_rows),
             token_source=token_source,
@@ -189,9 +191,7 @@ class Layout:
             num_drafts=_filled(num_drafts, places),
             draft_index=_filled(draft_index, places),
             prev_rows=_filled([share.prev_row for share in sampling], entries, -1),
-            groups=[
-                self._group(part, [share.count for share in part], padding, pages) for part in parts if part or padding
-            ],
+            groups=groups,
             num_seqs=len(sampling),
             recurrent=self._recurrent(batch, size) if self.hybrid else None,
         )
@@ -202,7 +202,7 @@ class Layout:
         """Return `counts[i]` rows from the start of `shares[i]` on, with pages for the greatest start they may have.
 
         Sequences of `padding[i]` rows follow. Their rows lie one after another on the scratch pages, and each attends
-        to as many tokens as it has rows, from the first scratch page on (N30 of docs/npu-contract.md).
+        to as many tokens as it has rows, from the first scratch page on.
         """
         starts = [share.start for share in shares]
         seq_lens = [start + count for start, count in zip(starts, counts, strict=True)]
@@ -232,12 +232,12 @@ class Layout:
         moves = [(share.seq.state_slot, share.next_slot or share.seq.state_slot) for share in batch.decodes]
         chunks = []
         for share in batch.prefills:
-            slot, next_slot = share.seq.state_slot, share.next_slot or share.seq.state_slot
+            slot, first = share.seq.state_slot, share.start
+            next_slot = share.next_slot or slot
             if share.split:
                 moves.append((slot, share.seq.split_slot))
-                chunks.append((share.start, share.split - share.start))
-                slot = share.seq.split_slot
-            first = share.split or share.start
+                chunks.append((first, share.split - first))
+                slot, first = share.seq.split_slot, share.split
             moves.append((slot, next_slot))
             chunks.append((first, share.end - first))
         width = max((share.count for share in batch.decodes), default=0)
@@ -245,8 +245,8 @@ class Layout:
             assert self.graphs
             moves += [(0, 0)] * (size[0] + 1 - len(moves))
             width = min(self.graphs.block_size, size[1] - self.graphs.padding_rows(*size) * (size[0] - 1))
-        slots, next_slots = _columns(moves)
-        starts, lens = _columns(chunks)
+        slots, next_slots = np.array(moves, dtype=np.int32).reshape(-1, 2).T
+        starts, lens = np.array(chunks, dtype=np.int32).reshape(-1, 2).T
         return RecurrentInputs(slots, next_slots, starts, lens, lens.tolist(), width, static=size is not None)
 
 
@@ -257,25 +257,8 @@ def _sampling(shares: list[ScheduledSequence], target: TargetInputs[Ints]) -> li
         params = share.seq.request.sampling
         if not params.is_argmax:
             kinds.setdefault((params.is_filtered, params.is_penalised), []).append(i)
-    return [
-        sampling_rows([shares[i] for i in kind], target.logits_start[kind], target.draft_index[kind])
-        for kind in kinds.values()
-    ]
-
-
-def _columns(pairs: list[tuple[int, int]]) -> Ints:
-    """Return n pairs as an array [2, n]."""
-    return np.array(pairs, dtype=np.int32).reshape(-1, 2).T
-
-
-def _token_ids(shares: list[ScheduledSequence]) -> list[int]:
-    """Return the tokens of all rows, 0 where a draft belongs."""
-    token_ids: list[int] = []
-    for share in shares:
-        own = share.seq.token_ids[share.start : share.end]
-        token_ids += own
-        token_ids += [0] * (share.count - len(own))
-    return token_ids
+    starts, lines = target.logits_start, target.draft_index
+    return [sampling_rows([shares[i] for i in kind], starts[kind], lines[kind]) for kind in kinds.values()]
 
 
 def _filled(values: list[int], size: int, padding: int = 0) -> Ints:

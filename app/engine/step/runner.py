@@ -1,6 +1,7 @@
 """The device side of a step: draft, target, context KV, verify. A few copies in, one copy out."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,11 +12,11 @@ from app.engine.device.base import Backend
 from app.engine.device.transfer import Packed
 from app.engine.models.kv_pool import KvPool
 from app.engine.sampling.penalties import TokenCounts
-from app.engine.sampling.sampler import Draws, on_device
+from app.engine.sampling.sampler import on_device
 from app.engine.schedule.batch import StepResult
 from app.engine.step.forward import Forward
 from app.engine.step.graphs import StepGraphs
-from app.engine.step.inputs import DraftInputs, Layout, StepInputs, TargetInputs
+from app.engine.step.inputs import DraftInputs, Layout, StepInputs
 
 Tell = Callable[[StepInputs | list[int]], None]
 """Function that lets the other ranks launch a step too, or scrub slots."""
@@ -38,6 +39,7 @@ def no_rows() -> PendingStep:
     return PendingStep(lambda: torch.empty(0, 1))
 
 
+@dataclass(eq=False)
 class ModelRunner:
     """Runs steps. `pools` hold the KV of the target and of the draft, if there is one.
 
@@ -45,57 +47,51 @@ class ModelRunner:
     operator. Rank 0 of several has `tell`, which sends every call to the other ranks.
     """
 
-    def __init__(
-        self,
-        forward: Forward,
-        backend: Backend,
-        counts: TokenCounts,
-        layout: Layout,
-        pools: Sequence[KvPool] = (),
-        graphs: StepGraphs | None = None,
-        tell: Tell | None = None,
-    ) -> None:
-        """`layout` is the arrangement of arrays that `launch` takes."""
-        self.forward = forward
-        self.backend = backend
-        self.layout = layout
-        self.pools = pools
-        self.graphs = graphs
-        self._counts = counts
-        self._tell = tell
-        if graphs:
-            self.layout = graphs.layout
+    forward: Forward
+    backend: Backend
+    counts: TokenCounts
+    layout: Layout
+    """Arrangement of the arrays that `launch` takes; that of `graphs` if there are some."""
+    pools: Sequence[KvPool] = ()
+    graphs: StepGraphs | None = None
+    tell: Tell | None = None
+
+    def __post_init__(self) -> None:
+        if self.graphs:
+            self.layout = self.graphs.layout
 
     @torch.inference_mode()
     def launch(self, inputs: StepInputs) -> PendingStep:
         """Queue the whole step on the device without reading anything back."""
-        if self._tell:
-            self._tell(inputs)
+        if self.tell:
+            self.tell(inputs)
         with self.backend.step(len(inputs.target.token_ids)):
             if not self.graphs:  # a graph writes its step's context KV
                 self.forward.pending_context.begin_step(inputs.plain_sequences)
             drafts = self._draft(inputs.draft) if inputs.draft else None
-            draws = on_device(inputs.sampling, drafts, self._counts, self.backend) if inputs.sampling else []
+            draws = on_device(inputs.sampling, drafts, self.counts, self.backend) if inputs.sampling else []
             if self.graphs and not inputs.has_prefill:
                 verified = self.graphs.target(inputs.target, draws)
             else:
-                verified = self._target(inputs.target, drafts, draws)
+                target = self.forward.on_device(inputs.target)
+                _, choices = self.forward.choose(target, drafts, draws)
+                verified = self.forward.verify(target.inputs, choices, drafts)
         return PendingStep(self.backend.start_download(verified[: inputs.target.num_seqs]))
 
     def rollback(self) -> None:
         """Undo a step that failed anywhere, so that it may be launched again, whole or in parts."""
         self.forward.pending_context.rollback()
-        self._counts.forget()
+        self.counts.forget()
 
     def is_fatal(self, error: BaseException) -> bool:
         """Return True if no step can run after `error`. One that other ranks have begun cannot run again in parts."""
-        return self._tell is not None or self.backend.is_fatal(error)
+        return self.tell is not None or self.backend.is_fatal(error)
 
     @torch.inference_mode()
     def scrub(self, slot_mapping: list[int]) -> None:
         """Zero slots of all models' KV, after pending context KV is written."""
-        if self._tell:
-            self._tell(slot_mapping)
+        if self.tell:
+            self.tell(slot_mapping)
         self.forward.pending_context.write()
         packed = Packed({"slots": np.array(slot_mapping, dtype=np.int32)}, self.backend)
         for pool in self.pools:
@@ -104,9 +100,3 @@ class ModelRunner:
     def _draft(self, inputs: DraftInputs[Ints]) -> Tensor:
         """Return drafts [D, columns], integers: those of one block, or with graphs of the widest."""
         return self.graphs.draft(inputs) if self.graphs else self.forward.draft(self.forward.on_device(inputs))
-
-    def _target(self, inputs: TargetInputs[Ints], drafts: Tensor | None, draws: Draws) -> Tensor:
-        """Return the result of `engine.verify` [S, w + 1]."""
-        tensors = self.forward.on_device(inputs)
-        _, choices = self.forward.choose(tensors, drafts, draws)
-        return self.forward.verify(tensors.inputs, choices, drafts)
