@@ -4,6 +4,7 @@ import ast
 import re
 import stat
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,10 @@ SAYS_WHEN = {
 }
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(APP.rglob("*.py")):
-        yield str(path.relative_to(APP)), ast.parse(path.read_text(encoding="utf-8"))
+@cache
+def sources() -> list[tuple[str, ast.Module]]:
+    paths = sorted(APP.rglob("*.py"))
+    return [(str(path.relative_to(APP)), ast.parse(path.read_text(encoding="utf-8"))) for path in paths]
 
 
 def names(tree: ast.AST) -> Iterator[str]:
