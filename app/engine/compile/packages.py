@@ -58,7 +58,7 @@ def _obstacle(config: EngineConfig, shape: DecoderConfig, dtype: torch.dtype) ->
     if reason := why_not():
         return reason
     if config.compile == "auto" and not own_folder("compiled"):
-        return "no folder keeps what is compiled: set XDG_CACHE_HOME to a writable one of this user alone"
+        return "no folder keeps what is compiled: set XDG_CACHE_HOME to a writable one of this user only"
     return ""
 
 
@@ -86,11 +86,8 @@ def _loaded(forward: Forward, folder: Path) -> list[Compiled] | None:
 def load_or_compile(
     forward: Forward, traced: Callable[[], Forward], on_compiled: Callable[[int, int], None] = lambda *_: None
 ) -> list[Compiled]:
-    """Return the compiled functions of the forward. Missing ones are compiled from its `traced` twin first.
-
-    `on_compiled` is called with (functions compiled, functions in all). Another process of this priority
-    that compiles is waited for.
-    """
+    """Return the compiled functions of the forward. Missing ones are compiled from its `traced` twin, after another
+    process of this priority that compiles. `on_compiled` is called with (functions compiled, functions in all)."""
     with compile_cache() as folder:
         if found := _loaded(forward, folder):
             return found
@@ -99,10 +96,8 @@ def load_or_compile(
 
 
 def compile_missing(traced: Forward, folder: Path, on_compiled: Callable[[int, int], None] = lambda *_: None) -> None:
-    """Compile what the folder does not have, while no other process of the same priority does.
-
-    A start that compiles first thus waits for no process that may be slow for hours beside busy ones.
-    """
+    """Compile what the folder does not have, while no other process of the same priority does: one of a lower priority
+    may be slow for hours on a busy machine."""
     wanted = functions(traced)
     on_compiled(0, len(wanted))
     with (folder / f"lock-{os.nice(0)}").open("w") as lock:

@@ -54,10 +54,8 @@ Rotation = tuple[Tensor, ...]
 
 
 class ProjectedRows(NamedTuple):
-    """T rows of a layer after its QKV projection: `qkv` [T, heads + 2 * kv_heads, D], and where K and V go.
-
-    A norm's weight is [D], or None for a model without it.
-    """
+    """T rows of a layer after its QKV projection: `qkv` [T, heads + 2 * kv_heads, D], and where K and V go. A norm's
+    weight is [D], or None for a model without it."""
 
     qkv: Tensor
     q_norm: Tensor | None
@@ -75,10 +73,8 @@ class ProjectedRows(NamedTuple):
 
 
 class ContextRows(NamedTuple):
-    """K and V [T, layers, 2, kv_heads, D] of the draft's context rows, K before V, and where they go.
-
-    `k_norm` is [layers, D], `ones` [D] of ones, and `slot_mapping` [T * layers] as of `KvPool.slots_in_all_layers`.
-    """
+    """K and V [T, layers, 2, kv_heads, D] of the draft's context rows, K before V, and where they go. `k_norm` is
+    [layers, D], `ones` [D] of ones, and `slot_mapping` [T * layers] as of `KvPool.slots_in_all_layers`."""
 
     kv_tl2hd: Tensor
     k_norm: Tensor
@@ -152,10 +148,8 @@ class Graph(ABC):
 
 
 class Backend(ABC):
-    """Operators of one device. T is rows, H hidden size, D head size; `_thd` is [T, heads, D].
-
-    Tensors of hidden states have the engine's dtype, and indices are int32, unless a method says otherwise.
-    """
+    """Operators of one device. T is rows, H hidden size, D head size; `_thd` is [T, heads, D]. Hidden states have the
+    engine's dtype, and indices are int32, unless a method says otherwise."""
 
     defaults: Defaults
     interleaved_rope = False

@@ -224,9 +224,9 @@ def _pieces(meta: AttentionMetadata, mask: AttentionMask, max_scores: int) -> li
         for offset in range(0, q_len, step):
             rows = min(step, q_len - offset)
             last = kv_len - (q_len - offset - rows) - 1
-            behind = 0 if mask.window is None else max(0, last - rows - mask.window + 2)
+            hidden = 0 if mask.window is None else max(0, last - rows - mask.window + 2)
             pieces.append(
-                Piece(seq, first + offset, rows, behind // size * size, last + 1 if mask.causal else kv_len, last)
+                Piece(seq, first + offset, rows, hidden // size * size, last + 1 if mask.causal else kv_len, last)
             )
     return pieces
 

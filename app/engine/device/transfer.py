@@ -14,10 +14,8 @@ _ALIGNMENT = 8
 
 
 class Packed:
-    """Arrays of 32-bit numbers on the device that arrive in one copy, by name.
-
-    `tensors` have the shapes and dtypes of the arrays, and keep their memory from one `send` to the next.
-    """
+    """Arrays of 32-bit numbers on the device that arrive in one copy, by name. `tensors` have the shapes and dtypes of
+    the arrays, and keep their memory from one `send` to the next."""
 
     def __init__(self, arrays: Mapping[str, NDArray[Any]], backend: Backend) -> None:
         self._backend = backend
@@ -27,12 +25,10 @@ class Packed:
             self._places[name] = slice(size, size + array.size), array.shape
             size += array.size + -array.size % _ALIGNMENT
         self._memory = torch.empty(size, dtype=torch.int32, device=backend.device)
-        self.tensors = {
-            name: (
-                self._memory[place].view(torch.float32) if arrays[name].dtype == np.float32 else self._memory[place]
-            ).view(shape)
-            for name, (place, shape) in self._places.items()
-        }
+        self.tensors = {}
+        for name, (place, shape) in self._places.items():
+            dtype = torch.float32 if arrays[name].dtype == np.float32 else torch.int32
+            self.tensors[name] = self._memory[place].view(dtype).view(shape)
         self.send(arrays)
 
     def send(self, arrays: Mapping[str, NDArray[Any]]) -> None:

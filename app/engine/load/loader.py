@@ -17,14 +17,12 @@ from app.engine.models.weights import Part, Weights
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all)."""
-
-
 _FRACTIONS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _KINDS = {
     torch.int64: ((torch.int32, torch.int64, torch.bool), ", not whole numbers"),
     torch.uint8: ((torch.uint8,), ", not bytes"),
 }
-"""Dtypes that a tensor asked for in a dtype may be stored in, and what is said of others. The rest are fractions."""
+"""Dtypes that a tensor asked for in a dtype may be stored in, and what is wrong with others. The rest are fractions."""
 
 OpenWeights = Callable[[Path, torch.device, torch.dtype, Progress], Weights]
 """Opens the weights of a checkpoint's folder, for a device and a dtype."""
@@ -42,11 +40,9 @@ class SafetensorsWeights:
     UnsupportedError if they are not whole."""
 
     def __init__(
-        self, folder: Path, device: torch.device, dtype: torch.dtype, on_progress: Progress | None = None
+        self, folder: Path, device: torch.device, dtype: torch.dtype, on_progress: Progress = lambda *_: None
     ) -> None:
-        self._folder = folder
-        self._device = device
-        self._dtype = dtype
+        self._folder, self._device, self._dtype = folder, device, dtype
         self._on_progress = on_progress
         self._files = read_tensors(folder)
         paths = {tensor.file for tensor in self._files.values()}
@@ -91,8 +87,7 @@ class SafetensorsWeights:
             tensor = read[0].contiguous() if len(read) == 1 else torch.cat(read, dim=part.axis)
             self._read += tensor.nbytes // tensor.shape[part.axis] * shape[part.axis]
         self._used.add(name)
-        if self._on_progress:
-            self._on_progress(self._read, self._total)
+        self._on_progress(self._read, self._total)
         return tensor
 
     @property
@@ -105,8 +100,7 @@ class SafetensorsWeights:
     def close(self) -> None:
         """Let go of the files. Raises UnsupportedError if they hold a tensor that no model asked for."""
         self._open.clear()
-        if self._on_progress:
-            self._on_progress(self._total, self._total)
+        self._on_progress(self._total, self._total)
         if unused := sorted(set(self._files) - self._used):
             raise UnsupportedError(
                 f"{self._folder}: {len(unused)} tensors do not belong to this architecture, such as {unused[0]}; "

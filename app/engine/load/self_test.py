@@ -32,28 +32,24 @@ def check_attention(backend: Backend, decoder: DecoderConfig, page_size: int, ro
     def random(num_rows: int, heads: int) -> Tensor:
         return torch.randn(num_rows, heads, decoder.head_dim, generator=noise).to(backend.device, dtype)
 
-    contexts = []
-    for table, kv_len in zip(tables, host_seq_lens, strict=True):
-        k, v = random(kv_len, decoder.num_kv_heads), random(kv_len, decoder.num_kv_heads)
-        token = torch.arange(kv_len)
-        slot_mapping = table[token // page_size] * page_size + token % page_size
-        backend.write_kv(k, v, pool.layers[0], slot_mapping.to(backend.device, torch.int32))
-        contexts.append((k.float(), v.float()))
+    def int32(values: object) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int32).to(backend.device)
+
+    slots = (tables[:, :, None] * page_size + torch.arange(page_size)).flatten(1)
+    k, v = (random(sum(host_seq_lens), decoder.num_kv_heads) for _ in range(2))
+    backend.write_kv(k, v, pool.layers[0], int32(torch.cat([slots[i, :n] for i, n in enumerate(host_seq_lens)])))
     q = random(2 * rows, decoder.num_heads)
     sinks = torch.linspace(-1, 2, decoder.num_heads) if decoder.sinks else None
     on_device = None if sinks is None else backend.pack_sinks(sinks.to(backend.device, dtype))
 
     masks = [AttentionMask(causal=True), AttentionMask(causal=False), *decoder.masks]
     for mask in dict.fromkeys(mask._replace(window=mask.window and min(mask.window, page_size)) for mask in masks):
-        query_start_loc, lengths, page_table = (
-            torch.as_tensor(x, dtype=torch.int32).to(backend.device)
-            for x in ([0, rows, 2 * rows], host_seq_lens, tables)
-        )
-        meta = AttentionMetadata(query_start_loc, lengths, page_table, [rows, rows], host_seq_lens, page_size)
+        lengths = int32([0, rows, 2 * rows]), int32(host_seq_lens), int32(tables)
+        meta = AttentionMetadata(*lengths, [rows, rows], host_seq_lens, page_size)
         meta.plans[mask] = backend.plan_attention(meta, mask, decoder.num_heads // decoder.num_kv_heads)
         got = backend.attention(q, pool.layers[0], meta, mask, on_device).float()
-        parts = torch.split(q.float(), rows)
-        want = torch.cat([_dense(part, *kv, mask, sinks) for part, kv in zip(parts, contexts, strict=True)])
+        qs, ks, vs = (x.float().split(lens) for x, lens in ((q, [rows, rows]), (k, host_seq_lens), (v, host_seq_lens)))
+        want = torch.cat([_dense(*one, mask, sinks) for one in zip(qs, ks, vs, strict=True)])
         error = float((got - want).abs().max() / want.abs().max())
         if not error < TOLERANCE:
             raise UnsupportedError(
