@@ -45,9 +45,9 @@ class ResponseAnswers:
 
     def failure(self, error: ApiError) -> bytes:
         """Return the error, and the failed response with the items that are complete."""
-        told = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+        broken = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
         failed = self._response("failed") | {"error": {"code": "server_error", "message": error.message}}
-        return self._encode([told, {"type": "response.failed", "response": failed}])
+        return self._encode([broken, {"type": "response.failed", "response": failed}])
 
     def _encode(self, events: Iterable[Event]) -> bytes:
         return b"".join(event(data | {"sequence_number": next(self._numbers)}, data["type"]) for data in events)

@@ -117,7 +117,7 @@ Item = Annotated[
 
 
 class FunctionTool(Body):
-    """A function that the model may call. Its fields stand beside its type, unlike those of chat."""
+    """A function that the model may call. Its fields are next to its type, unlike those of chat."""
 
     type: Annotated[
         Literal["function"], known_type("function", why='must be "function": this server has no built-in tools')

@@ -91,8 +91,8 @@ def _check_forced_call(body: TemplatedRequest) -> None:
 
 def _check_message(where: str, message: ChatMessage) -> None:
     if message.content is None and not (message.role == "assistant" and message.tool_calls):
-        beside = " or `tool_calls`" if message.role == "assistant" else ""
-        raise bad_request(f"`{where}.content`{beside} is required.", f"{where}.content", "missing_parameter")
+        calls = " or `tool_calls`" if message.role == "assistant" else ""
+        raise bad_request(f"`{where}.content`{calls} is required.", f"{where}.content", "missing_parameter")
     fields = ("tool_calls", "reasoning_content", "reasoning", "tool_call_id")
     for field, value in [*((field, getattr(message, field)) for field in fields), ("content", message.thinking)]:
         role = "tool" if field == "tool_call_id" else "assistant"

@@ -55,13 +55,13 @@ def report(
 
 
 def text(result: Result, width: int) -> str:
-    """Return a result as text. Names are padded to `width`, and the hint stands under the finding."""
+    """Return a result as text. Names are padded to `width`, and the hint comes under the finding."""
     head = f"{result['name']:{width}}  {result['status']:9}  {result['found']}"
     return f"{head}\n{'':{width + 13}}-> {result['hint']}" if result["hint"] else head
 
 
 async def ask(command: Sequence[str], probe_seconds: float, tell: Callable[[Result, list[str]], None]) -> list[Result]:
-    """Return the results of the probes that `command` runs. Each is told as it comes, with the names of all probes."""
+    """Return the results of the probes that `command` runs. `tell` gets each as it comes, with all probes' names."""
     process = await LineProcess.start(command)
     try:
         results: list[Result] = []

@@ -35,7 +35,7 @@ HINT = "do not serve on it; with versions that belong together, report this outp
 EXPERTS = MoeConfig(16, 4, intermediate_size=256, norm_topk_prob=True)
 
 Call = Callable[[], Any]
-"""Runs the operator. Tensors of the result are compared, in a tuple or alone."""
+"""Runs the operator. Tensors of the result are compared, one or a tuple of them."""
 Lens = Sequence[tuple[int, int]]
 """Query rows and KV tokens of each request."""
 

@@ -79,7 +79,7 @@ class Family:
 
     `marks` are tags that must stay in the text, even if they are special tokens. `fits(source)` is true of a chat
     template that teaches this format. `opening` begins a call, up to the function's name. `key` names the arguments.
-    `behind_name` is what stands between a name and its arguments, in a format whose calls are no JSON object.
+    `after_name` is the text between a name and its arguments, in a format whose calls are no JSON object.
     `for_template` returns messages and tools as the family's chat templates read them, or raises ValueError. It is None
     if the templates write all that they say.
     """
@@ -90,7 +90,7 @@ class Family:
     fits: Callable[[str], bool]
     opening: str
     key: str
-    behind_name: str = ""
+    after_name: str = ""
     for_template: Callable[[list[Json], list[Json] | None], tuple[list[Json], list[Json] | None]] | None = None
 
     def prefix(self, function: str | None) -> str:
@@ -100,8 +100,8 @@ class Family:
         """
         if function is None:
             return self.opening
-        if self.behind_name:
-            return f"{self.opening}{function}{self.behind_name}"
+        if self.after_name:
+            return f"{self.opening}{function}{self.after_name}"
         return f'{self.opening}{json.dumps(function, ensure_ascii=False)[1:-1]}", "{self.key}":'
 
 

@@ -33,7 +33,7 @@ class HarmonyReasoning:
         self._tail = ""  # a header, or maybe the beginning of a mark
         self._is_first = True
         self._said: set[_Kind] = set()
-        self._gap = ""  # what stands before the next text of this message
+        self._gap = ""  # comes before the next text of this message
         self.has_reasoned = False
         self._has_content = False
 
@@ -157,7 +157,7 @@ class HarmonyCalls:
 def for_template(messages: list[Json], tools: list[Json] | None) -> tuple[list[Json], list[Json] | None]:
     """Return messages and tools as gpt-oss's chat template reads them, because it would drop some of what they say.
 
-    Reasoning is `thinking`. A message with calls has that alone, in which its content is put. System messages are one.
+    Reasoning is `thinking`. A message with calls has only that, with its content in it. System messages are one.
     Each function has a description. Raises ValueError for a system message after others.
     """
     first = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
@@ -189,6 +189,6 @@ FAMILY = Family(
     fits,
     opening=_OPENING,
     key="arguments",
-    behind_name=f" {CONSTRAIN}json{MESSAGE}",
+    after_name=f" {CONSTRAIN}json{MESSAGE}",
     for_template=for_template,
 )

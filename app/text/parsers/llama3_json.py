@@ -16,7 +16,7 @@ class _Stage(Enum):
 class Llama3Calls:
     """Parser of content into text and calls. Calls open the output or follow PYTHON_TAG, with `;` between them.
 
-    White space and `;` beside calls are dropped.
+    White space and `;` around calls are dropped.
     """
 
     def __init__(self) -> None:

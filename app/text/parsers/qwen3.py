@@ -11,7 +11,7 @@ _MAX_CLOSING_TAGS = 64  # of one block, because each costs a parse of the whole 
 
 
 class Qwen3Calls:
-    """Parser of content into text and calls. White space beside calls is dropped."""
+    """Parser of content into text and calls. White space around calls is dropped."""
 
     def __init__(self) -> None:
         self._tail = ""  # maybe the beginning of a tag

@@ -17,7 +17,7 @@ class ReasoningParser:
     """Parser of one output into reasoning and content.
 
     Reasoning opens the output, or the prompt has opened it (`starts_in_reasoning`). Only tags and the white space
-    beside them are dropped. `has_reasoned` if there was reasoning.
+    around them are dropped. `has_reasoned` if there was reasoning.
     """
 
     def __init__(self, starts_in_reasoning: bool = False) -> None:
