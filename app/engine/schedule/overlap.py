@@ -25,9 +25,8 @@ def schedule_ahead(scheduler: Scheduler, batch: Batch) -> Batch | str:
         return "end"
     pool = scheduler.pool
     lengths = [scheduler.max_length(share.seq) + share.count for _, share in live]
-    owned = [len(share.seq.pages) for _, share in live]
-    missing = sum(max(0, pool.pages_for(length) - own) for length, own in zip(lengths, owned, strict=True))
-    if missing > pool.num_free:
+    pages = [(pool.pages_for(length), share.seq.pages) for length, (_, share) in zip(lengths, live, strict=True)]
+    if sum(max(0, wanted - len(owned)) for wanted, owned in pages) > pool.num_free:
         return "pages"
     scheduler.in_flight = {share.seq for _, share in live}
     widths = scheduler.policy.choose(

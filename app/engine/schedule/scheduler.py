@@ -210,9 +210,8 @@ class Scheduler:
 
     def may_admit_next(self) -> bool:
         """Return True if the next `schedule` may admit a waiting sequence."""
-        if not self.waiting or len(self.running) >= self.max_num_seqs:
-            return False
-        return self._has_room(self.waiting[0], self._find(self.waiting[0]))
+        is_full = not self.waiting or len(self.running) >= self.max_num_seqs
+        return not is_full and self._has_room(self.waiting[0], self._find(self.waiting[0]))
 
     def _decoding_with_pages(self) -> list[Sequence]:
         """Return decoding sequences that own pages for this step, taken from the newest sequences if need be."""
@@ -373,8 +372,7 @@ class Scheduler:
 
     def preempt(self, seq: Sequence) -> None:
         self._leave(seq)
-        seq.num_computed = 0
-        seq.cacheable = self.prefix_caching
+        seq.num_computed, seq.cacheable = 0, self.prefix_caching
         self.waiting.appendleft(seq)
         self.num_preemptions += 1
 
@@ -389,18 +387,16 @@ class Scheduler:
             self.running.remove(seq)
             self._free_batch_slots.append(seq.batch_slot)
             seq.batch_slot = -1
-        self.states.release(seq)
-        self._free_pages(seq)
+        self._free_memory(seq)
 
-    def _free_pages(self, seq: Sequence) -> None:
-        """Release the pages of a sequence. Those that a step in flight writes count as not sound."""
+    def _free_memory(self, seq: Sequence) -> None:
+        """Release the slots and pages of a sequence. Pages that a step in flight writes count as not sound."""
+        self.states.release(seq)
         known = seq.num_computed // self.pool.page_size if seq in self.in_flight else len(seq.pages)
         self.pool.release(seq.pages[known:], sound=False)
         self.pool.release(seq.pages[:known], sound=seq.is_sound)
         self.unclean.discard(seq)
-        seq.pages = array("i")
-        seq.num_found = 0
-        seq.is_sound = False
+        seq.pages, seq.num_found, seq.is_sound = array("i"), 0, False
 
     def forget_pages(self, seq: Sequence) -> None:
         """Let the pages and checkpoints of a sequence, some of which may not be finite, be found no more."""
@@ -411,10 +407,8 @@ class Scheduler:
 
     def _start_over(self, seq: Sequence) -> None:
         """Recompute a sequence on pages that no other sequence has filled."""
-        self._free_pages(seq)
-        self.states.release(seq)
-        seq.num_computed = 0
-        seq.cacheable = False
+        self._free_memory(seq)
+        seq.num_computed, seq.cacheable = 0, False
         self.states.take(seq)
         self._grow_or_preempt(seq)
 
