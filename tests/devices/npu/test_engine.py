@@ -149,7 +149,7 @@ def test_the_fused_operators_are_what_an_eager_step_launches(pair: Pair) -> None
 def test_what_the_operators_cannot_do_is_refused_by_name_before_weights_are_read(
     tmp_path, monkeypatch, shape, config, named
 ):
-    monkeypatch.setattr(build, "_load", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(build, "_read_weights", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(UnsupportedError, match=named):
         engine(make_pair(tmp_path, **SMALL | shape), **config)
 
