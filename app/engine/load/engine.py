@@ -176,9 +176,10 @@ def _check_device(plan: Plan, backend: Backend) -> None:
         logger.warning("draft: features overflow in float16, so few drafts are right; --dtype bfloat16 avoids that")
     for decoder in plan.decoders:
         backend.check(decoder.head_dim, plan.sizes.block_size, plan.sizes.page_size, plan.dtype)
-        check_attention(backend, decoder, plan.sizes.page_size, plan.sizes.block_size, plan.dtype)
     if plan.target.moe:
         backend.check_experts(plan.target.moe, plan.target.hidden_size)
+    for decoder in plan.decoders:
+        check_attention(backend, decoder, plan.sizes.page_size, plan.sizes.block_size, plan.dtype)
 
 
 def _read_weights(
