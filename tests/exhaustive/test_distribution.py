@@ -281,12 +281,12 @@ def accept_what_the_target_does_not_say(asked: Asked, bias: float, monkeypatch: 
     generator = torch.Generator().manual_seed(0)
 
     def careless(
-        self: CpuBackend, choices: Tensor, drafts: Tensor | None, first: Tensor, num_drafts: Tensor, draft_index: Tensor
+        self: CpuBackend, choices: Tensor, drafts: Tensor | None, first: Tensor, num_drafts: Tensor, *others: Any
     ) -> Tensor:
         if drafts is not None:
             swayed = (num_drafts > 0) & (torch.rand(len(first), generator=generator) < bias)
-            choices[first[swayed]] = drafts[draft_index[swayed], 0].long()
-        return verify(self, choices, drafts, first, num_drafts, draft_index)
+            choices[first[swayed]] = drafts[others[0][swayed], 0].long()
+        return verify(self, choices, drafts, first, num_drafts, *others)
 
     monkeypatch.setattr(CpuBackend, "verify", careless)
 
