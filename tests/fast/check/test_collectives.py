@@ -11,6 +11,7 @@ from app.check import collectives, probes
 from app.engine.comm.comm import Comm
 from app.engine.device.factory import make_backend
 from app.engine.errors import UnsupportedError
+from tests import ROOT
 from tests.fast.engine.thread_ranks import ThreadComm, on_ranks
 from tools.report import ranks as report_ranks
 from tools.report.command import Options
@@ -95,7 +96,8 @@ def test_a_report_says_so_where_there_are_too_few_devices(monkeypatch: pytest.Mo
 
 
 @pytest.mark.exhaustive
-def test_two_processes_add_up_over_gloo() -> None:
+def test_two_processes_add_up_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # as a section of the report has it
     cases = collectives.measured("cpu", 2, 1500.0, report_ranks.COMMAND)
     assert [case["rows"] for case in cases] == list(collectives.FEW_ROWS)
     assert all(case["passed"] and case["same_bits_alone"] and case["added_in_order_of_ranks"] for case in cases)
