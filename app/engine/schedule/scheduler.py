@@ -210,8 +210,8 @@ class Scheduler:
 
     def may_admit_next(self) -> bool:
         """Return True if the next `schedule` may admit a waiting sequence."""
-        is_full = not self.waiting or len(self.running) >= self.max_num_seqs
-        return not is_full and self._has_room(self.waiting[0], self._find(self.waiting[0]))
+        has_place = bool(self.waiting) and len(self.running) < self.max_num_seqs
+        return has_place and self._has_room(self.waiting[0], self._find(self.waiting[0]))
 
     def _decoding_with_pages(self) -> list[Sequence]:
         """Return decoding sequences that own pages for this step, taken from the newest sequences if need be."""
