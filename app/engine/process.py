@@ -23,7 +23,8 @@ from app.engine.compile.later import Compiling
 from app.engine.errors import UnsupportedError, last_words
 from app.engine.host_cores import use_own_cores
 from app.engine.load.engine import Engine, Progress, build_engine
-from app.engine.ranks.leader import Followers, leave_with_parent
+from app.engine.ranks.leader import Followers
+from app.engine.ranks.parent import leave_with_parent
 from app.messages import BEING_COMPILED, EngineInfo, Request, StepOutput, TokenDelta
 from app.wire import (
     Abort,

@@ -5,7 +5,7 @@ import threading
 
 import zmq
 
-from app.engine.ranks.leader import leave_with_parent
+from app.engine.ranks.parent import leave_with_parent
 
 
 def main() -> None:

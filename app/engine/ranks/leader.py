@@ -1,7 +1,6 @@
 """The other ranks, seen from rank 0: their processes, and the sockets that carry each step to them."""
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -19,13 +18,6 @@ from app.engine.ranks.runner import teller
 FOLLOWER_COMMAND = (sys.executable, "-P", "-m", "app.engine.ranks.follower")
 STORE = "ranks"
 """File in the private folder through which ranks find each other."""
-
-
-def leave_with_parent() -> None:
-    """Wait for the end of stdin, which the process that started this one holds, and end this process."""
-    while sys.stdin.read(1):
-        pass
-    os._exit(1)
 
 
 class Followers:
