@@ -23,7 +23,7 @@ STORE = "ranks"
 class Followers:
     """Processes of the ranks 1 to `size` - 1, each with a socket in the private `folder`.
 
-    `settings` is the JSON line of the EngineConfig for their stdin, which they end with. `on_end` gets a sentence about
+    `settings` is the JSON line of the EngineConfig for their stdin, whose end ends them. `on_end` gets a sentence about
     the first that ends before `close`, in a thread. Rank 0 waits `timeout_seconds` for them.
     """
 
