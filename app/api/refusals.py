@@ -52,8 +52,8 @@ _LOGPROBS = (
     "Leave `{}` out."
 )
 GRAMMAR = (
-    "Output cannot be held to a grammar, schema or pattern: a draft block is verified against the model's own choice "
-    "alone. Leave `{}` out, describe the format in the prompt and check the answer."
+    "Output cannot be held to a grammar, schema or pattern: a draft block is verified against nothing but the "
+    "model's own choice. Leave `{}` out, describe the format in the prompt and check the answer."
 )
 _CHOICE = (
     '`{}` is "none", "auto", "required" or a named function. Other forms, like "allowed_tools", are not supported. '
@@ -149,7 +149,7 @@ ELSEWHERE: dict[type[Body], tuple[Refusal, ...]] = {
         *_FOR_CHAT,
     ),
     TokenizeChatRequest: (
-        Refusal("prompt", _never, "`prompt` belongs to bare completions. Leave it out beside `messages`."),
+        Refusal("prompt", _never, "`prompt` belongs to bare completions. Leave it out when you send `messages`."),
     ),
     TokenizeRequest: _FOR_CHAT,
 }
@@ -174,7 +174,7 @@ RESPONSES = _table(
     (
         "include",
         lambda value: isinstance(value, list) and all(item == "reasoning.encrypted_content" for item in value),
-        '`{}` may have "reasoning.encrypted_content" alone: there are no log probabilities and no built-in tools.',
+        '`{}` may have only "reasoning.encrypted_content": there are no log probabilities and no built-in tools.',
     ),
     ("reasoning.summary", _is("auto"), '`{}`: reasoning comes whole, not summarised. Send "auto" or leave it out.'),
     ("tool_choice", _is_known_choice, _CHOICE),

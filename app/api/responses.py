@@ -90,7 +90,7 @@ class Conversation:
     def _renamed(self, error: ApiError) -> str:
         """Return the message with the request's own names of fields. Texts in quotes or backticks may be the client's.
 
-        A field is the param, or opens the message. Beside a param without dots it may have one of `_NAMES`.
+        A field is the param, or opens the message. With a param without dots it may also have one of `_NAMES`.
         """
         param = error.param or ""
         places = {0, error.message.find(f"`{param}`")}

@@ -74,7 +74,7 @@ class Compiling:
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         try:
             if (free := _free_bytes(self._runner)) < _NEEDED_BYTES:
-                self._reason = f"{free >> 20} MiB are free beside KV, and it takes {_NEEDED_BYTES >> 20} MiB"
+                self._reason = f"{free >> 20} MiB are free after KV, and it takes {_NEEDED_BYTES >> 20} MiB"
                 return
             logger.info("forwards run by operators, while a process of low priority compiles them")
             with subprocess.Popen(self._command, stdin=pipe, stdout=null, stderr=pipe, process_group=0) as process:

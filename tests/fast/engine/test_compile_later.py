@@ -112,7 +112,7 @@ def test_no_process_is_started_where_memory_would_run_out(beside_kv: int, caplog
         ended(Compiling(runner_of((8 << 30) + beside_kv), "{}", lambda: None, [sys.executable, "-c", "exit(3)"]))
     *told, line = caplog.messages
     assert told == ["forwards run by operators, while a process of low priority compiles them"] * (beside_kv >> 31)
-    assert ("exit code 3" if beside_kv >> 31 else "1024 MiB are free beside KV, and it takes 1536 MiB") in line
+    assert ("exit code 3" if beside_kv >> 31 else "1024 MiB are free after KV, and it takes 1536 MiB") in line
 
 
 def test_closing_waits_for_code_that_is_being_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
