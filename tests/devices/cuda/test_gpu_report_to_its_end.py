@@ -22,7 +22,7 @@ from app.engine.device.base import Graph
 from app.engine.device.moe import MoeConfig
 from app.engine.device.torch import RerunGraph
 from app.engine.load import engine as build
-from app.engine.load import made_up_steps as time_steps
+from app.engine.load import made_up_steps
 from tests.fast.engine.pairs import make_pair
 from tools.lab import cuda_attention, equality, expected, gemms, kernels, launch_gap, random_weights, speeds, turns
 from tools.lab.random_weights import TARGETS
@@ -183,9 +183,9 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
         (equality, "NUM_REQUESTS", 2),
         (equality, "PROMPT", 5),
         (equality, "SIZES", equality.SIZES | {"max_num_seqs": 2, "max_model_len": 32, "max_graphs": 2}),
-        (time_steps, "MAX_SECONDS", 0),
-        (time_steps, "_ROUNDS", 0),
-        (time_steps, "_IN_A_ROW", 1),
+        (made_up_steps, "MAX_SECONDS", 0),
+        (made_up_steps, "_ROUNDS", 1),
+        (made_up_steps, "_IN_A_ROW", 1),
         (build, "check_attention", lambda *_: None),
         (engine, "NUM_PROMPTS", 1),
         (engine, "MAX_TOKENS", 3),
