@@ -22,7 +22,7 @@ from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, Co
 from app.engine.device.moe import ExpertWeights, MoeConfig
 from app.engine.device.probe import Finding, failed, ok
 from app.engine.device.torch import TorchBackend
-from app.engine.load.self_test import TOLERANCE
+from app.engine.dflash.self_test import TOLERANCE
 from app.engine.models.gated_delta_net import Recurrence
 from app.engine.models.state_pool import LayerState, SequenceRows
 

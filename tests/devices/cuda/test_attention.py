@@ -13,7 +13,7 @@ from app.engine.cuda.attention import TILE_ROWS, Geometry, geometry, paged_atten
 from app.engine.cuda.backend import CudaBackend
 from app.engine.device.base import AttentionMask, AttentionMetadata, Heads, LayerKv
 from app.engine.errors import UnsupportedError
-from app.engine.load.self_test import check_attention
+from app.engine.dflash.self_test import check_attention
 from app.engine.step.graph_sizes import settle_graph_sizes
 from tests.fast.engine.paged import Paged
 

@@ -19,7 +19,7 @@ from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, La
 from app.engine.device.factory import make_backend
 from app.engine.device.torch import Call, TorchBackend
 from app.engine.errors import UnsupportedError
-from app.engine.load.self_test import check_attention
+from app.engine.dflash.self_test import check_attention
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.rope import RotaryTable
 from app.engine.sampling.metadata import SamplingMetadata
