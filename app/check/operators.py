@@ -24,7 +24,8 @@ from app.engine.device.probe import Finding, failed, ok
 from app.engine.device.torch import TorchBackend
 from app.engine.dflash.self_test import TOLERANCE
 from app.engine.models.gated_delta_net import Recurrence
-from app.engine.models.state_pool import LayerState, SequenceRows
+from app.engine.models.recurrent_rows import SequenceRows
+from app.engine.models.state_pool import LayerState
 
 EPS = 1e-6
 NUMBER_BYTES = 2

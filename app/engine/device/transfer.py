@@ -14,21 +14,21 @@ _ALIGNMENT = 8
 
 
 class Packed:
-    """Arrays of 32-bit numbers on the device that arrive in one copy, by name. `tensors` have the shapes and dtypes of
-    the arrays, and keep their memory from one `send` to the next."""
+    """Arrays of float32, int32 and int64 on the device that arrive in one copy, by name. `tensors` have the shapes and
+    dtypes of the arrays, and keep their memory from one `send` to the next."""
 
     def __init__(self, arrays: Mapping[str, NDArray[Any]], backend: Backend) -> None:
         self._backend = backend
         self._places: dict[str, tuple[slice, tuple[int, ...]]] = {}
         size = 0
         for name, array in arrays.items():
-            self._places[name] = slice(size, size + array.size), array.shape
-            size += array.size + -array.size % _ALIGNMENT
+            words = array.nbytes // 4
+            self._places[name] = slice(size, size + words), array.shape
+            size += words + -words % _ALIGNMENT
         self._memory = torch.empty(size, dtype=torch.int32, device=backend.device)
         self.tensors = {}
         for name, (place, shape) in self._places.items():
-            dtype = torch.float32 if arrays[name].dtype == np.float32 else torch.int32
-            self.tensors[name] = self._memory[place].view(dtype).view(shape)
+            self.tensors[name] = self._memory[place].view(getattr(torch, arrays[name].dtype.name)).view(shape)
         self.send(arrays)
 
     def send(self, arrays: Mapping[str, NDArray[Any]]) -> None:

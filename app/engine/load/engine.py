@@ -22,13 +22,13 @@ from app.engine.device.base import Backend, Heads
 from app.engine.device.factory import make_backend
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.dflash.model import DFlashModel
+from app.engine.dflash.self_test import check_attention
 from app.engine.errors import UnsupportedError
 from app.engine.load.loader import OpenWeights, SafetensorsWeights, target_class
 from app.engine.load.made_up_steps import measure_costs, step_memory
 from app.engine.load.memory import bytes_per_token, check_weights, kv_bytes, make_state_slots, make_states, settle_pages
 from app.engine.load.plan import Plan, Sizes, kind_of, make_plan, name_of
 from app.engine.load.refusals import Facts, check
-from app.engine.dflash.self_test import check_attention
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.rope import RotaryTable
 from app.engine.models.state_pool import StatePool

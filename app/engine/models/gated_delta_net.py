@@ -8,7 +8,8 @@ from app.engine.checkpoint.shapes import GatedDeltaConfig
 from app.engine.device.base import Backend, GatedDeltaStep
 from app.engine.device.gated_delta import delta_rule, last_rows, short_conv
 from app.engine.models.layers import StepRows, frozen
-from app.engine.models.state_pool import LayerState, SequenceRows, State
+from app.engine.models.recurrent_rows import SequenceRows
+from app.engine.models.state_pool import LayerState, State
 from app.engine.models.weights import LayerSource
 
 
@@ -72,7 +73,7 @@ class Recurrence:
         self._a_log = a_log
         self._dt_bias = dt_bias
 
-    def verify(self, inputs: Tensor, step: SequenceRows, memory: LayerState) -> Tensor:
+    def verify(self, inputs: Tensor, step: SequenceRows[Tensor], memory: LayerState) -> Tensor:
         """Return outputs [R, Nv, Dv] of decoding rows, after those that were accepted before them are committed."""
         weights = self._conv, self._a_log, self._dt_bias
         own = step.slots, step.next_slots, step.starts, step.counts, step.rows, step.places
@@ -80,7 +81,7 @@ class Recurrence:
         can_wait = self._backend.memory_is_host and not step.static
         return self._backend.commit_and_verify(GatedDeltaStep(inputs, *weights, *own, *slots, can_wait))
 
-    def prefill(self, inputs: Tensor, chunk: SequenceRows, memory: LayerState) -> Tensor:
+    def prefill(self, inputs: Tensor, chunk: SequenceRows[Tensor], memory: LayerState) -> Tensor:
         """Return outputs [R, Nv, Dv] of rows of a prompt, all of which are committed to the chunk's next slot."""
         state, pending, counts = memory.at(chunk.slots, chunk.starts)
         if not self._backend.memory_is_host or counts.any():  # a checkpoint of a decoding sequence has pending rows

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from app.engine.comm.comm import Comm
 from app.engine.device.base import AttentionMetadata, Backend, LayerKv, ProjectedRows, Rotation
 from app.engine.models.experts import load_experts
+from app.engine.models.recurrent_rows import RecurrentRows
 from app.engine.models.rope import head_order, reordered
-from app.engine.models.state_pool import RecurrentRows
 from app.engine.models.weights import LayerSource
 
 
@@ -28,7 +28,7 @@ class StepRows:
     rotation: Rotation
     slot_mapping: Tensor
     groups: list[AttentionMetadata]
-    recurrent: RecurrentRows | None = None
+    recurrent: RecurrentRows[Tensor] | None = None
 
 
 class Attention(nn.Module):

@@ -1,4 +1,4 @@
-"""The memory of recurrent layers: a slot for each sequence, and how a step finds its rows there."""
+"""The memory of recurrent layers: a slot for each sequence."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,31 +20,6 @@ class State(NamedTuple):
 
     matrix: Tensor
     conv: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceRows:
-    """Rows of S sequences in a step, for a recurrent layer.
-
-    Sequence i has `counts[i]` rows from position `starts[i]` on. Its state is read from `slots[i]` and written to
-    `next_slots[i]`, both [S] int64. If these differ, the slot that is read stays as it is. A step's own rows are `rows`
-    [S, W], padded, and row r of the step lies at `places[r]` of S * W. In a graph shapes are `static`.
-    """
-
-    slots: Tensor
-    next_slots: Tensor
-    starts: Tensor
-    counts: Tensor
-    rows: Tensor
-    places: Tensor
-    static: bool = False
-
-
-class RecurrentRows(NamedTuple):
-    """Rows of a step: those of decoding sequences, then chunks of prompts, which may begin in a previous one's slot."""
-
-    decodes: SequenceRows | None
-    chunks: list[SequenceRows]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,9 @@ from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import StepRows
 from app.engine.models.rope import RotaryTable
-from app.engine.models.state_pool import RecurrentRows, SequenceRows
 from app.engine.models.target import Target
 from app.engine.sampling.sampler import Draws, Sampler
-from app.engine.step.inputs import DraftInputs, RecurrentInputs, RowGroup, TargetInputs
+from app.engine.step.inputs import DraftInputs, RowGroup, TargetInputs
 
 Inputs = TypeVar("Inputs", DraftInputs[Any], TargetInputs[Any])
 
@@ -140,7 +139,10 @@ class Forward:
         inputs, metas = tensors.inputs, tensors.metas
         parts = [self._positions_and_slots(*each) for each in zip(inputs.groups, metas, strict=True)]
         positions, slot_mapping = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
-        recurrent = self._recurrent_rows(inputs.recurrent, inputs.groups[0]) if inputs.recurrent else None
+        recurrent = inputs.recurrent
+        if recurrent and recurrent.decodes:  # begin where the step in flight leaves them
+            starts = inputs.groups[0].position_offsets + inputs.groups[0].query_start_loc[:-1]
+            recurrent = replace(recurrent, decodes=replace(recurrent.decodes, starts=starts))
         rows = StepRows(self.rotary.at(positions), slot_mapping, metas, recurrent)
         hidden, features = self.target.forward(token_ids, rows, self.pool)
         if len(inputs.logits_indices) < len(token_ids):
@@ -152,32 +154,6 @@ class Forward:
     ) -> Tensor:
         """Return `engine.verify.verify` of the choices [R] and drafts [D, columns]."""
         return self.backend.verify(choices, drafts, inputs.logits_start, inputs.num_drafts, inputs.draft_index, out)
-
-    def _recurrent_rows(self, inputs: RecurrentInputs[Tensor], group: RowGroup[Tensor]) -> RecurrentRows:
-        """Return the rows of decoding sequences, which are the first group, and those of each chunk."""
-        slots, next_slots = inputs.slots.long(), inputs.next_slots.long()
-        num_decodes, decodes, chunks = len(slots) - len(inputs.host_chunk_lens), None, []
-        if num_decodes:
-            ends = group.query_start_loc
-            starts, counts = group.position_offsets + ends[:-1], ends.diff().clamp(max=inputs.width)
-            own = slots[:num_decodes], next_slots[:num_decodes], starts, counts
-            decodes = SequenceRows(*own, *self._padded(group, inputs.width), inputs.static)
-        for i, count in enumerate(inputs.host_chunk_lens):
-            one, rows = slice(i, i + 1), self.row_numbers[:count]
-            of_all = slice(num_decodes + i, num_decodes + i + 1)
-            own = slots[of_all], next_slots[of_all], inputs.chunk_starts[one], inputs.chunk_lens[one]
-            chunks.append(SequenceRows(*own, rows[None], rows))
-        return RecurrentRows(decodes, chunks)
-
-    def _padded(self, group: RowGroup[Tensor], width: int) -> tuple[Tensor, Tensor]:
-        """Return (row [S, width] at each place, place of each row [R]) for sequences of at most `width` rows.
-
-        A place without a row has that of a neighbour, and so does a padding row past the width.
-        """
-        firsts, num_rows = group.query_start_loc[:-1], len(group.seq_ids)
-        rows = (firsts[:, None] + self.row_numbers[:width]).clamp(max=num_rows - 1)
-        in_sequence = self.row_numbers[:num_rows] - firsts[group.seq_ids]
-        return rows, group.seq_ids * width + in_sequence.clamp(max=width - 1)
 
     def _positions_and_slots(self, group: RowGroup[Tensor], meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
         if group.positions is not None and group.slot_mapping is not None:

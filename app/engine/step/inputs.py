@@ -11,6 +11,7 @@ from typing import Generic
 import numpy as np
 
 from app.engine.arrays import A, Array, Ints
+from app.engine.models.recurrent_rows import RecurrentRows, sequence_rows
 from app.engine.sampling.metadata import SamplingMetadata
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.step.graph_sizes import GraphSizes, Size
@@ -49,23 +50,6 @@ class DraftInputs(Generic[A]):
 
 
 @dataclass(slots=True)
-class RecurrentInputs(Generic[A]):
-    """Slots [S + C] of a step's recurrent states, which are read from `slots` and written to `next_slots`.
-
-    The first S sequences decode, with at most `width` rows each. Then come C chunks of prompts with `chunk_lens` [C]
-    rows from positions `chunk_starts` [C] on. In a graph shapes are `static`.
-    """
-
-    slots: A
-    next_slots: A
-    chunk_starts: A
-    chunk_lens: A
-    host_chunk_lens: list[int]
-    width: int
-    static: bool = False
-
-
-@dataclass(slots=True)
 class TargetInputs(Generic[A]):
     """The target's T rows. `token_ids` [T] has 0 where a draft belongs. `token_source` [T] is where a row's token is:
     among `token_ids` at its own number, or at T + its place in the flattened drafts.
@@ -86,7 +70,7 @@ class TargetInputs(Generic[A]):
     prev_rows: A
     groups: list[RowGroup[A]]
     num_seqs: int
-    recurrent: RecurrentInputs[A] | None = None
+    recurrent: RecurrentRows[A] | None = None
 
 
 @dataclass(slots=True)
@@ -193,7 +177,7 @@ class Layout:
             prev_rows=_filled([share.prev_row for share in sampling], entries, -1),
             groups=groups,
             num_seqs=len(sampling),
-            recurrent=self._recurrent(batch, size) if self.hybrid else None,
+            recurrent=self._recurrent(batch, groups[0], size) if self.hybrid else None,
         )
 
     def _group(
@@ -228,26 +212,25 @@ class Layout:
             group.slot_mapping = page_table[seq_ids, page] * np.int32(self.page_size) + in_page
         return group
 
-    def _recurrent(self, batch: Batch, size: Size | None) -> RecurrentInputs[Ints]:
-        moves = [(share.seq.state_slot, share.next_slot or share.seq.state_slot) for share in batch.decodes]
-        chunks = []
+    def _recurrent(self, batch: Batch, group: RowGroup[Ints], size: Size | None) -> RecurrentRows[Ints]:
+        """Return the rows of decoding sequences, which are the first `group`, and those of each chunk."""
+        found = RecurrentRows[Ints](None, [])
+        if batch.decodes or size:
+            moves = [(share.seq.state_slot, share.next_slot or share.seq.state_slot) for share in batch.decodes]
+            moves += [(0, 0)] * (len(group.query_lens) - len(moves))  # padding sequences share the scratch slot
+            width = max((share.count for share in batch.decodes), default=0)
+            if size:
+                assert self.graphs
+                width = min(self.graphs.block_size, size[1] - self.graphs.padding_rows(*size) * (size[0] - 1))
+            starts = [share.start for share in batch.decodes] + [0] * (len(moves) - len(batch.decodes))
+            found.decodes = sequence_rows(moves, starts, group.query_lens, width, static=size is not None)
         for share in batch.prefills:
             slot, first = share.seq.state_slot, share.start
-            next_slot = share.next_slot or slot
-            if share.split:
-                moves.append((slot, share.seq.split_slot))
-                chunks.append((first, share.split - first))
-                slot, first = share.seq.split_slot, share.split
-            moves.append((slot, next_slot))
-            chunks.append((first, share.end - first))
-        width = max((share.count for share in batch.decodes), default=0)
-        if size:  # padding sequences share the scratch slot
-            assert self.graphs
-            moves += [(0, 0)] * (size[0] + 1 - len(moves))
-            width = min(self.graphs.block_size, size[1] - self.graphs.padding_rows(*size) * (size[0] - 1))
-        slots, next_slots = np.array(moves, dtype=np.int32).reshape(-1, 2).T
-        starts, lens = np.array(chunks, dtype=np.int32).reshape(-1, 2).T
-        return RecurrentInputs(slots, next_slots, starts, lens, lens.tolist(), width, static=size is not None)
+            cuts = [(share.split, share.seq.split_slot)] if share.split else []
+            for end, next_slot in (*cuts, (share.end, share.next_slot or slot)):
+                found.chunks.append(sequence_rows([(slot, next_slot)], [first], [end - first], end - first))
+                slot, first = next_slot, end
+        return found
 
 
 def _sampling(shares: list[ScheduledSequence], target: TargetInputs[Ints]) -> list[SamplingMetadata[Array]]:

@@ -12,8 +12,8 @@ from app.engine.cuda import attention, launch
 from app.engine.cuda.attention import TILE_ROWS, Geometry, geometry, paged_attention
 from app.engine.cuda.backend import CudaBackend
 from app.engine.device.base import AttentionMask, AttentionMetadata, Heads, LayerKv
-from app.engine.errors import UnsupportedError
 from app.engine.dflash.self_test import check_attention
+from app.engine.errors import UnsupportedError
 from app.engine.step.graph_sizes import settle_graph_sizes
 from tests.fast.engine.paged import Paged
 

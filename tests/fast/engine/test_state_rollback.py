@@ -17,7 +17,8 @@ from app.engine.load.loader import SafetensorsWeights
 from app.engine.models.gated_delta_net import GatedDeltaNet
 from app.engine.models.layers import StepRows
 from app.engine.models.qwen3_5 import TextWeights
-from app.engine.models.state_pool import RecurrentRows, SequenceRows, StatePool
+from app.engine.models.recurrent_rows import RecurrentRows, SequenceRows
+from app.engine.models.state_pool import StatePool
 from app.engine.models.weights import LayerSource
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.hybrid_reference import Delta, HybridReference

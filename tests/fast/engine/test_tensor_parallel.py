@@ -48,8 +48,9 @@ from app.engine.load.engine import Engine, build_engine
 from app.engine.load.loader import SafetensorsWeights, target_class
 from app.engine.models.layers import DecoderLayer, StepRows
 from app.engine.models.qwen3_5 import GroupedWeights, HybridLayer, TextWeights
+from app.engine.models.recurrent_rows import RecurrentRows, SequenceRows
 from app.engine.models.rope import RotaryTable
-from app.engine.models.state_pool import RecurrentRows, SequenceRows, StatePool
+from app.engine.models.state_pool import StatePool
 from app.engine.models.weights import ExpertLayout, LayerSource, Part
 from app.engine.npu.error_codes import explain
 from app.engine.ranks.leader import Followers
