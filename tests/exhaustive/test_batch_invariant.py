@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from app.engine.cpu import linear
 from tests.fast.engine.lossless import Case, Subject, demo_subject, random_prompts
 from tests.fast.engine.pairs import make_pair
 
 PROMPTS = 10
-ALONE = Case(speculation="off", temperature=None, sampling="all")
 CASES = [
     Case(concurrency=1),
     Case(concurrency=16, page_size=128),
@@ -66,10 +64,3 @@ def test_no_token_depends_on_drafts_or_on_the_batch(subject: Subject, case: Case
     assert (run.cached_tokens > 0) == case.cached
     if subject.name == "demo" and case.speculation == "on" and case.temperature == 0:
         assert run.acceptance_length > 1.5
-
-
-def test_without_the_flag_some_token_does_by_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our own give a row the same bits in every batch too, as far as a timing at the start leaves products to them."""
-    monkeypatch.setattr(linear, "own", lambda dtype: None)
-    subject = next(subjects(tmp_path, dtype="bfloat16"))
-    assert any(subject.run(case).texts != expected(subject, case) for case in CASES)

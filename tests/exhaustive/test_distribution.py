@@ -2,8 +2,7 @@
 
 Many short requests have distinct fixed seeds. A chi-square test compares the counts of the answers of three tokens with
 their exact probabilities. The first token comes from prefill, and the second from a verified draft or in its place. The
-third is a bonus or comes from a separate step. Two faults are found out: a token that is 2 % too frequent, and drafts
-of which 2 % are accepted against the target's own choice.
+third is a bonus or comes from a separate step.
 """
 
 import itertools
@@ -18,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.engine.cpu.backend import CpuBackend
 from app.engine.device.factory import make_backend
 from app.engine.load.engine import Engine
 from app.engine.sampling.noise import noise_states
@@ -54,18 +52,8 @@ SHAPE: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Size:
-    """Number of answers, and the bias that they find."""
-
-    answers: int
-    bias: float
-
-    def __str__(self) -> str:
-        return f"{self.answers} answers, {self.bias:.0%}"
-
-
-SLICE, FULL = Size(12_000, 0.05), Size(75_000, 0.02)
+SLICE, FULL = 12_000, 75_000
+"""Numbers of answers. The test finds a bias of 5 % in the first, and of 2 % in the second."""
 
 Conditional = Callable[[tuple[int, ...]], np.ndarray]
 """The answer so far -> the probabilities [V] of its next token."""
@@ -109,11 +97,6 @@ class Asked:
     def exact(self) -> np.ndarray:
         return joint(self.next_token)
 
-    @cached_property
-    def frequent(self) -> int:
-        """The token that comes most."""
-        return int(np.argmax([sum(self.exact[cell].sum() for cell in _holding(token)) for token in range(VOCAB)]))
-
     def drafted(self, first: int) -> int:
         """Return the draft after an answer's first token."""
         known = [*self.prompt, first]
@@ -124,22 +107,6 @@ class Asked:
         return sum(
             self.next_token(())[first] * self.next_token((first,))[self.drafted(first)] for first in range(VOCAB)
         )
-
-    # Biases
-
-    def with_a_frequent_token(self, bias: float) -> np.ndarray:
-        """The most frequent token has its probability times 1 + bias, at the cost of all others."""
-        return joint(lambda answer: scaled_up(self.next_token(answer), self.frequent, bias))
-
-    def with_wrong_acceptance(self, bias: float) -> np.ndarray:
-        """A share of the drafts is emitted whatever the target says."""
-        drafted = [self.drafted(first) for first in range(VOCAB)]
-
-        def next_token(answer: tuple[int, ...]) -> np.ndarray:
-            own = self.next_token(answer)
-            return own if len(answer) != 1 else (1 - bias) * own + bias * np.eye(VOCAB)[drafted[answer[0]]]
-
-        return joint(next_token)
 
     # Through the engine
 
@@ -165,16 +132,6 @@ class Asked:
         for answer in engine.core.run(requests, count).values():
             counts[tuple(answer)] += 1
         return counts, accepted
-
-
-def scaled_up(p: np.ndarray, token: int, bias: float) -> np.ndarray:
-    more = np.where(np.arange(VOCAB) == token, p * (1 + bias), p)
-    others = 1 - p[token]
-    return more if others == 0 else np.where(np.arange(VOCAB) == token, more, p * (1 - more[token]) / others)
-
-
-def _holding(token: int) -> list[tuple[Any, ...]]:
-    return [tuple(token if axis == place else slice(None) for axis in range(LENGTH)) for place in range(LENGTH)]
 
 
 # Chi-square
@@ -248,7 +205,7 @@ def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize(
-    ("asked", "size"),
+    ("asked", "answers"),
     [
         ("T 1", SLICE),
         ("everything", SLICE),
@@ -259,46 +216,8 @@ def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     indirect=["asked"],
     scope="module",
 )
-def test_answers_come_with_the_probabilities_of_the_target(asked: Asked, size: Size):
-    counts, accepted = asked.counted(asked.engine(), size.answers)
-    assert counts.sum() == size.answers
-    assert accepted / size.answers == pytest.approx(asked.acceptance(), abs=0.01), "they went through draft and verify"
+def test_answers_come_with_the_probabilities_of_the_target(asked: Asked, answers: int):
+    counts, accepted = asked.counted(asked.engine(), answers)
+    assert counts.sum() == answers
+    assert accepted / answers == pytest.approx(asked.acceptance(), abs=0.01), "they went through draft and verify"
     assert p_value(counts, asked.exact) >= ALPHA
-
-
-def make_a_token_frequent(asked: Asked, bias: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    pick = Sampler._pick
-
-    def biased(self: Sampler, logits: Tensor, state: Tensor) -> Tensor:
-        p = logits.double().softmax(dim=-1).numpy()
-        return pick(self, torch.tensor(np.array([scaled_up(row, asked.frequent, bias) for row in p])).log(), state)
-
-    monkeypatch.setattr(Sampler, "_pick", biased)
-
-
-def accept_what_the_target_does_not_say(asked: Asked, bias: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    verify = CpuBackend.verify
-    generator = torch.Generator().manual_seed(0)
-
-    def careless(
-        self: CpuBackend, choices: Tensor, drafts: Tensor | None, first: Tensor, num_drafts: Tensor, *others: Any
-    ) -> Tensor:
-        if drafts is not None:
-            swayed = (num_drafts > 0) & (torch.rand(len(first), generator=generator) < bias)
-            choices[first[swayed]] = drafts[others[0][swayed], 0].long()
-        return verify(self, choices, drafts, first, num_drafts, *others)
-
-    monkeypatch.setattr(CpuBackend, "verify", careless)
-
-
-@pytest.mark.parametrize("size", [SLICE, pytest.param(FULL, marks=[pytest.mark.slow])], ids=str)
-@pytest.mark.parametrize("fault", [make_a_token_frequent, accept_what_the_target_does_not_say])
-def test_a_bias_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any, size: Size):
-    """In a faulty engine too, and it does what the computed bias says."""
-    asked = Asked(tmp_path, **CASES["T 1"])
-    engine = asked.engine()
-    fault(asked, size.bias, monkeypatch)
-    counts, _ = asked.counted(engine, size.answers)
-    assert p_value(counts, asked.exact) < ALPHA
-    biased = asked.with_a_frequent_token if fault is make_a_token_frequent else asked.with_wrong_acceptance
-    assert p_value(counts, biased(size.bias)) >= ALPHA

@@ -9,7 +9,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.exhaustive.live import load_transformers
 from tests.fast.engine.feeder import Feeder, assert_logits_close, random_checkpoint
-from tests.fast.engine.lossless import LUCKY, Case, Comparison, Subject, assert_lossless, cap, random_prompts
+from tests.fast.engine.lossless import LUCKY, Case, Subject, assert_lossless, cap, random_prompts
 from tests.fast.engine.pairs import FAMILIES, GPT_OSS, make_pair
 from tests.fast.engine.reference import teacher_forced
 
@@ -38,15 +38,6 @@ def test_text_with_dflash_is_text_without_is_transformers(tmp_path: Path, shape:
     assert len(total.differences) <= cap(total.tokens)
     print(f"{total.tokens} tokens, acceptance length {emitted / verified:.2f}")
     assert total.tokens > 50 * 4 * 4 and emitted > verified
-
-
-def test_a_family_read_as_another_is_caught(tmp_path: Path) -> None:
-    pair = make_pair(tmp_path, **LUCKY | FAMILIES["Llama 3.1"])
-    subject = Subject("Llama", pair.target, pair.draft, random_prompts(pair.vocab_size, 10), load_transformers)
-    texts = list(subject.plain(Case()))
-    config = pair.target / "config.json"
-    config.write_text(config.read_text().replace('"factor": 8.0', '"factor": 1.0'))
-    assert subject.compare(texts, Case()) != Comparison(subject.compare(texts, Case()).tokens)
 
 
 def test_mxfp4_is_the_checkpoint_that_transformers_dequantises(tmp_path: Path) -> None:

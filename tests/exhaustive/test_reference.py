@@ -16,11 +16,8 @@ from tests.fast.engine.reference import (
     dflash_sampled,
     features,
     greedy,
-    margin,
     mix,
-    perturbed,
     sampled,
-    teacher_forced,
     token_hashes,
 )
 
@@ -62,29 +59,6 @@ def test_target_files_load_in_transformers_with_nothing_missing(tmp_path, tied, 
         assert torch.equal(model.state_dict()[name], tensor), name
     tied_now = model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     assert tied_now == tied
-
-
-@pytest.mark.parametrize(
-    "dialect",
-    [
-        {"shards": 3},
-        {"draft_prefix": "model."},
-        {"block_size_in": "dflash_config"},
-        {"rope_dialect": "rope_parameters"},
-        {"shards": 2, "draft_prefix": "model.", "block_size_in": "dflash_config", "rope_dialect": "rope_parameters"},
-    ],
-    ids=str,
-)
-def test_every_dialect_holds_the_same_tensors_and_drafts_the_same(tmp_path, pair, target, draft, dialect):
-    other = make_pair(tmp_path, seed=3, **dialect)
-    assert all(torch.equal(t, all_tensors(other.target)[name]) for name, t in all_tensors(pair.target).items())
-    ours, theirs = all_tensors(pair.draft), all_tensors(other.draft)
-    prefix = dialect.get("draft_prefix", "")
-    assert {prefix + name for name in ours} == set(theirs)
-    assert all(torch.equal(t, theirs[prefix + name]) for name, t in ours.items())
-    context = features(target, PROMPT[:-1], pair.taps)
-    hidden = ReferenceDraft(other.draft, load_transformers(other.target)).block_hidden(context, PROMPT[-1], len(PROMPT))
-    assert torch.equal(hidden, draft.block_hidden(context, PROMPT[-1], len(PROMPT)))
 
 
 # Draft
@@ -188,19 +162,3 @@ def test_dflash_sampled_is_sampled(target, draft, temperature):
 
 
 # Comparison
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_margin_is_the_gap_of_the_two_best_and_larger_for_any_other_token(target, temperature):
-    text = PROMPT + sampled(target, PROMPT, 12, temperature, 5)
-    index = 14
-    scores = perturbed(teacher_forced(target, text)[index - 1], index, temperature, 5)
-    (best, second, third), (first_id, second_id, third_id) = scores.topk(3)
-    assert first_id == text[index]
-    gap = margin(target, text, index, temperature, 5, other=int(second_id))
-    assert gap == pytest.approx(float(best - second), abs=1e-4)
-    assert margin(target, text, index, temperature, 5, other=int(third_id)) == pytest.approx(
-        float(best - third), abs=1e-4
-    )
-    swapped = [*text[:index], int(second_id), *text[index + 1 :]]
-    assert margin(target, swapped, index, temperature, 5, other=int(first_id)) == pytest.approx(gap, abs=1e-6)

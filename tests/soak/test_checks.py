@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
-from tests.soak.checks import QuietPoint, Window, complaint, leaks
+from tests.soak.checks import Window, complaint
 from tests.soak.client import Outcome
 from tests.soak.questions import CHAT, Expected, Question
-from tests.soak.server import Footprint
 
 QUESTION = Question("sum", CHAT)
 BAD = Question("bad", CHAT, status=400)
@@ -94,32 +93,3 @@ def test_every_other_end_is_a_complaint_also_while_the_engine_is_down(outcome: O
 def test_an_error_without_a_fault_in_its_time_is_a_complaint(outcome: Outcome) -> None:
     assert "while the engine was well" in found(outcome)
     assert "while the engine was well" in found(outcome, BEFORE, BURST)
-
-
-def points(*prints: Footprint, engines: tuple[int, ...] = (1, 1, 1)) -> list[QuietPoint]:
-    """Return three rounds, with the resources of both processes and the engine after each."""
-    return [
-        QuietPoint(f"round {i}", some, pid, some) for i, (some, pid) in enumerate(zip(prints, engines, strict=True))
-    ]
-
-
-SMALL, LARGE, OPEN = Footprint(100 << 20, 20), Footprint(500 << 20, 20), Footprint(100 << 20, 21)
-
-
-def test_what_stays_as_it_is_or_shrinks_is_no_leak() -> None:
-    assert list(leaks(points(SMALL, LARGE, SMALL))) == []
-    assert list(leaks(points(OPEN, OPEN, SMALL))) == []
-
-
-@pytest.mark.parametrize(("more", "what"), [(LARGE, "400.0 MiB"), (OPEN, "21 descriptors")])
-def test_what_both_processes_hold_may_not_grow(more: Footprint, what: str) -> None:
-    api, engine = leaks(points(SMALL, SMALL, more))
-    assert api.startswith("the API process") and engine.startswith("engine 1")
-    assert what in api and what in engine
-
-
-def test_a_new_engine_is_compared_with_itself_alone() -> None:
-    (found,) = leaks(points(SMALL, SMALL, LARGE, engines=(1, 1, 2)))
-    assert found.startswith("the API process")
-    (_, found) = leaks(points(SMALL, SMALL, LARGE, engines=(1, 2, 2)))
-    assert found.startswith("engine 2")

@@ -15,12 +15,11 @@ from app.check.operators import Extent
 from app.engine.cuda import gated_delta
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.torch_backend import TorchCudaBackend
-from app.engine.device import factory
-from app.engine.device.base import Backend, GatedDeltaStep
+from app.engine.device.base import GatedDeltaStep
 from tools.lab import cuda_attention, turns
-from tools.report import command, roofline
+from tools.report import command
 from tools.report import section as report_section
-from tools.report.operators import CUDA, compared, of_graphs, of_torch, parts_of
+from tools.report.operators import compared, of_graphs, of_torch
 from tools.report.part import Result
 from tools.report.roofline import Chip
 
@@ -55,10 +54,6 @@ def ran(run: Callable[[], object]) -> float:
     return 1e-6
 
 
-def untimed(backend: Backend) -> Callable[[Callable[[], object]], float]:
-    return ran
-
-
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_every_section_has_its_parts_with_the_options_of_the_command(monkeypatch, device):
     """As its process makes them, but on a CPU. torch's own check says whether the device has a number."""
@@ -78,23 +73,6 @@ def test_every_section_has_its_parts_with_the_options_of_the_command(monkeypatch
     assert len(found["operators"]) > 30 and len(found["equality"]) == 11
     assert {"copy", "matmul"} < set(found["roofline"])
     assert len(found["operators"]) == len(set(found["operators"]))
-
-
-def test_the_backend_of_a_report_has_the_number_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", index_of)
-    made: list[torch.device] = []
-    monkeypatch.setattr(CudaBackend, "__init__", lambda self, device: made.append(device))
-    factory.make_backend("cuda")
-    assert index_of(made[0]) == 0
-
-
-def test_what_the_device_gives_is_timed(backend: CudaBackend) -> None:
-    chip = Chip(1e12, 1e12)
-    sizes = roofline.Extent(copied=8, hidden=2, intermediate=2, qkv=2, weights=1, rows=(1, 2), layers=1)
-    copy, product = roofline.copy(backend, chip, sizes, untimed), roofline.matmul(backend, chip, sizes, untimed)
-    assert copy["GB_s"] > 0 and copy["share"] == pytest.approx(copy["GB_s"] / 1e3)
-    assert all(case["TFLOP_s"] > 0 and case["weights_GB_s"] > 0 for case in product["cases"])
 
 
 def all_checked(backend: CudaBackend) -> dict[str, list[Result]]:
@@ -140,26 +118,6 @@ def test_a_kernel_that_cannot_be_timed_is_checked_all_the_same_and_has_failed(ba
     found = compared(backend, operators.cases(SIZES)["rms_norm"], SIZES.past, fail)
     assert found["error"]["says"] == "RuntimeError: out of graphs" and not found["passed"]
     assert found["cases"][0]["passed"] and found["cases"][0]["relative"] < 1e-2
-
-
-def test_each_case_is_a_part_so_that_one_that_breaks_takes_no_other_along(backend: CudaBackend) -> None:
-    cases = operators.cases(SIZES)
-    made = parts_of(cases, SIZES.past, lambda: backend, each_case=True, timed=untimed)
-    assert len(made) == sum(map(len, cases.values())) == len({part.name for part in made})
-    (norm,) = [part for part in made if part.name == "rms_norm, [8, 32]"]
-    assert norm.run()["passed"]
-
-
-def test_attention_is_checked_in_the_shapes_that_graphs_replay() -> None:
-    causal = [[q for q, _ in lens] for lens in CUDA.causal.values()]
-    for whole in ([1] * 32 + [0], [16] * 32 + [0]):
-        assert whole in causal
-    (ragged,) = [query_lens for query_lens in causal if len(set(query_lens)) > 2]
-    assert len(ragged) == 33 and sum(ragged) == 512 and max(ragged[:-1]) == 16
-    both_ways = [[q for q, _ in lens] for lens in CUDA.both_ways.values()]
-    assert both_ways == [[16], [16] * 32]
-    every = [*CUDA.causal.values(), *CUDA.both_ways.values()]
-    assert all(q <= kv for lens in every for q, kv in lens if kv)
 
 
 def test_a_launch_that_triton_refuses_is_a_row_among_the_others(backend: CudaBackend) -> None:

@@ -29,7 +29,6 @@ from tools.report import engine, npu_costs, npu_questions, roofline, step
 from tools.report import operators as report_operators
 from tools.report import section as report_section
 from tools.report.command import Options
-from tools.report.page import page
 from tools.report.part import Part, Result, answer
 from tools.report.roofline import Chip, chip_name, figures
 from tools.report.sections import SECTIONS
@@ -416,23 +415,6 @@ def test_a_section_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("LD_LIBRARY_PATH")
     names, part = section("open_points", "npu:0", 0)
     assert names == ["start"] and part["status"] == "failed" and "ImportError" in part["error"]["says"]
-
-
-def test_the_page_shows_what_the_sections_found(backend: NpuBackend) -> None:
-    parts: dict[str, list[Result]] = {
-        "operators": [
-            answer(Part("rope", partial(report_operators.compared, backend, operators.cases(SMALL)["rope"])))
-        ],
-        "open_points": [point("float16", backend)],
-        "roofline": [answer(Part("matmul", lambda: roofline.matmul(backend, Chip(1e12, 1e14), TINY)))],
-    }
-    sections = {name: {"seconds": 1.0, "parts": some} for name, some in parts.items()}
-    text = page(
-        {"report": "npu-report", "server": "0", "time": "now", "device": "npu:0", "failed": 0, "sections": sections}
-    )
-    for case in parts["operators"][0]["result"]["cases"]:
-        assert f"| rope | {case['shape']} | {case['absolute']:g} |" in text
-    assert "Float16 is taken" in text and "| part | matrix | rows | ms |" in text
 
 
 def test_nothing_is_made_before_it_is_asked_for() -> None:

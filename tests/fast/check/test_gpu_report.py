@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,13 +22,11 @@ from torch.autograd import DeviceType
 from app.engine.checkpoint.draft import draft_config
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
-from app.engine.cpu.backend import CpuBackend
 from app.messages import SpecStep, StepOutput, StepStats, TokenDelta
 from tests import ROOT
 from tests.fast.check.patient import HANG, Patient
-from tests.fast.engine.device_lengths import device_lengths
 from tests.fast.tools.tiny import TINY
-from tools.lab import expected, floors, gemms, kernels, simulated, speeds, stages, turns
+from tools.lab import expected, floors, gemms, stages, turns
 from tools.lab.floors import Load
 from tools.lab.random_weights import TARGETS, draft_for
 from tools.lab.speeds import headline
@@ -81,13 +79,6 @@ def test_the_floors_of_the_published_load_leave_room_for_the_targets(
         tokens = concurrency * load.answer
         assert tokens / floors.run_seconds(target, None, load, 6.36) > plain
         assert tokens / floors.run_seconds(target, draft, load, 6.36) > drafted
-
-
-def test_a_longer_answer_takes_longer_and_a_larger_acceptance_less(target: DecoderConfig, draft: DFlashConfig) -> None:
-    load = Load(4, 512, 1024)
-    seconds = floors.run_seconds(target, draft, load, 6.36)
-    assert floors.run_seconds(target, draft, replace(load, answer=2048), 6.36) > 2 * seconds - 0.1
-    assert floors.run_seconds(target, draft, load, 3.0) > 1.5 * seconds
 
 
 # The report
@@ -209,12 +200,6 @@ def test_a_process_that_cannot_even_be_killed_is_waited_for_no_longer(monkeypatc
 
     monkeypatch.setattr(runner, "END_SECONDS", 0.05)
     assert asyncio.run(runner._line(Stuck(), 1.0)) == ({}, "could not be ended")  # type: ignore[arg-type]
-
-
-def test_what_cannot_be_imported_or_made_is_told(tmp_path: Path) -> None:
-    _, report = write({"operators": section("fail('no kernel')")}, tmp_path)
-    (start,) = report["sections"]["operators"]["parts"]
-    assert start["status"] == "failed" and start["error"]["says"] == "RuntimeError: no kernel"
 
 
 class Clock:
@@ -359,17 +344,6 @@ def test_the_verdict_is_the_end_of_the_output_and_short(tmp_path: Path, capsys: 
     assert out.endswith(f"{end}\n") and len(end) <= page.VERDICT_CHARS and "Gemm: 1 ok; one: xxx" in end
 
 
-def test_short_lines_of_the_verdict_leave_their_room_to_the_speeds() -> None:
-    speeds = {"parts": [{"name": str(n), "status": "ok", "result": {"found": "y" * 190}} for n in range(6)]}
-    parts: dict[str, Any] = {"parts": [{"name": "one", "status": "ok", "result": {"found": "x" * 3000}}]}
-    empty: dict[str, Any] = {name: {"parts": []} for name in list(page.ABOUT)[:9]}
-    sections = {"speeds": speeds, "gemm": parts, "attention": parts} | empty
-    facts = {"report": "gpu-report", "device": "cuda", "server": "1", "time": "now", "failed": 0}
-    told = page.verdict(facts | {"sections": sections})
-    assert page.VERDICT_CHARS - 20 < len(told) <= page.VERDICT_CHARS and told.count("x ...") == 2
-    assert all(f"{n}: {'y' * 190}" in told for n in range(4)), "with equal shares a line would have 230"
-
-
 @pytest.mark.exhaustive
 def test_engines_are_built_compared_and_timed_on_a_bare_image(tmp_path: Path) -> None:
     """On a CPU, where graphs are steps that are run again, and overlap by a double."""
@@ -405,65 +379,6 @@ def test_engines_are_built_compared_and_timed_on_a_bare_image(tmp_path: Path) ->
     assert list(speeds[1]["rows: steps"]) == ["2"] and next(iter(speeds[3]["rows: steps"])) == "32"
     assert speeds[4]["floor tok/s"] >= speeds[2]["floor tok/s"] and speeds[4]["floor of step ms"] is None
     assert len(hurried["rounds"]) == 1, "when time is up"
-
-
-@pytest.mark.exhaustive
-def test_graphs_products_and_kernels_are_timed_at_tiny_sizes(tmp_path: Path) -> None:
-    """On a CPU, where graphs are steps that are run again, and kernels are PyTorch's operators."""
-    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
-    model = str(tmp_path / "tiny.json")
-    with device_lengths():
-        stairs, drafts = [
-            part.run() for part in kernels.graph_parts_of(model, 2, "cpu", 16, lambda graph: [2e-3, 3e-3])
-        ]
-        profiles = [part.run() for part in kernels.profile_parts_of(model, [2], "cpu", 8, kernels.WIDTHS)]
-    assert [(case["rows"], case["run"]) for case in stairs["cases"]] == [
-        (1, "1 x 1"),
-        (2, "2 x 1"),
-        (16, "1 x 16"),
-        (16, "2 x 8"),
-        (32, "2 x 16"),
-    ]
-    assert {(16, "1 x 16"), (32, "2 x 16")} < {(case["rows"], case["run"]) for case in drafts["cases"]}
-    assert all(case["ms"] == 2.5 and case["slowest ms"] == 3.0 for case in stairs["cases"] + drafts["cases"])
-    for found in profiles:
-        shares = [case["share"] for case in found["cases"]]
-        assert 0 < len(shares) <= kernels.MOST_KERNELS and shares == sorted(shares, reverse=True)
-        assert found["kernels ms"] >= sum(case["us"] for case in found["cases"]) / 1e3 - 1e-6 and found["launches"] > 50
-        assert sum(found["ms of"].values()) == pytest.approx(found["kernels ms"])
-        assert sum(found["stages ms"].values()) == pytest.approx(found["step ms"])
-        assert sum(found["launches of"].values()) == pytest.approx(found["launches"])
-        assert {case["of"] for case in found["cases"]} <= {*found["ms of"]} and min(found["ms of"].values()) > 0
-    plain, *drafted = profiles
-    assert set(plain["ms of"]) == {"target", "head", "marks"} and plain["launches of"]["marks"] == 3
-    for found in drafted:
-        assert set(found["ms of"]) == {"target", "head", "context", "draft", "marks"}
-        assert found["launches of"]["marks"] == 6 and found["launches of"]["draft"] > 10, (
-            "a graph of each, in all steps"
-        )
-    with device_lengths():
-        (by_turns,) = [part.run() for part in turns.parts_of(model, [2], "cpu", 8, time.monotonic() + 600, 20)]
-        engine = speeds.random_engine(model, draft=True, device="cpu", max_num_seqs=2, max_model_len=64, verify="full")
-        simulated.simulate(engine.core, [1.0, 1.0])
-        plain, drafted = (timed(engine, Load(2, 8, 20), speculate=speculate) for speculate in (False, True))
-        (hurried,) = [part.run() for part in turns.parts_of(model, [1], "cpu", 8, 0.0, 20)]
-    assert plain.acceptance_length == 1 and 2 < (drafted.acceptance_length or 0) <= 3, "a token or up to three a step"
-    assert [case["way"] for case in by_turns["cases"]] == list(turns.WAYS) and hurried["rounds"] == 2
-    assert by_turns["cases"][0]["ratio"] == 1 and by_turns["rounds"] == turns.ROUNDS
-    assert all(case["tok/s"] > 0 and case["ratio"] > 0 for case in by_turns["cases"])
-    backend = CpuBackend(torch.device("cpu"))
-    config = target_config(TINY)
-    pair = config, draft_config(draft_for(TINY), config)
-    *made, names = gemms.parts_of(*pair, lambda: backend, (1, 2), 1.0, lambda _: lambda run: run() or 1e-6)
-    for part in made:
-        cases = part.run()["cases"]
-        assert [case["rows"] for case in cases] == [1, 2] and all(case["expected us"] > 0 for case in cases)
-    of_a_file = gemms.parts(command.Options("cuda", model=model), 0.0)
-    products = ["o", "qkv", "down", "gate_up", "lm_head", "fc", "kv"]
-    assert [part.name for part in [*made, names]] == [part.name for part in of_a_file] == [*products, "kernels"]
-    cases = names.run()["cases"]
-    assert [(case["weight"], case["rows"]) for case in cases] == [(name, n) for name in products for n in (1, 2)]
-    assert all(case["kernels"] for case in cases)
 
 
 def test_every_way_has_its_turn_and_its_ratio_is_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -552,11 +467,6 @@ def test_the_page_of_performance_has_what_reports_expect() -> None:
 def test_parts_of_the_model_are_all_of_a_step_but_its_gaps() -> None:
     for step in expected.STEPS.values():
         assert sum(step.parts.values()) + step.gaps == pytest.approx(step.step, rel=0.02)
-
-
-def test_nothing_is_expected_of_another_model() -> None:
-    assert expected.step("qwen3-8b", "auto", 32) is expected.STEPS["width 6", 32]
-    assert expected.step("qwen3-4b", "auto", 32) is None and expected.host_ms("qwen3-4b", 1) is None
 
 
 def event(name: str, start: float, us: float = 2.0, device: DeviceType = DeviceType.CUDA) -> Any:

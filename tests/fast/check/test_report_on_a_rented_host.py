@@ -22,7 +22,6 @@ from tests.costs import fast_ones
 from tools.lab.random_weights import NAMES
 from tools.report import command, runner, triton_cache
 from tools.report.runner import Program
-from tools.report.sections import SECTIONS
 from tools.report.triton_cache import NAME, own_cache
 
 ANSWERS = """
@@ -91,14 +90,6 @@ def test_a_wrong_flag_is_refused_before_anything_is_measured(
 def test_a_report_asks_for_its_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([]) == 2 and "--device" in capsys.readouterr().err
     assert command.parse(["--device", "npu:1"])[0].device == "npu:1"
-
-
-def test_an_unknown_section_is_refused_with_the_list_and_spaces_are_no_names() -> None:
-    with pytest.raises(ConfigError) as refused:
-        command.parse(["--device", "cuda", "--sections", "speeds,gem"])
-    assert all(name in refused.value.hint for name in SECTIONS["cuda"])
-    options, _ = command.parse(["--device", "cuda", "--sections", " speeds, gemm,"])
-    assert list(options.sections) == ["speeds", "gemm"]
 
 
 def test_the_names_of_models_are_the_laboratorys() -> None:

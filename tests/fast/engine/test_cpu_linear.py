@@ -198,14 +198,6 @@ def test_rows_are_timed_for_each_weight_and_told():
 
 
 @needs_compiler
-def test_the_limit_of_a_weight_is_set_behind_those_of_larger_ones_that_are_timed_by_a_part_of_its_shape(monkeypatch):
-    timed: list[int] = []
-    monkeypatch.setattr(linear, "_most_rows", lambda multiply, out, size, dtype, threads: timed.append(out) or 16)
-    linear.tune([(torch.Size((out, 1024)), torch.bfloat16) for out in (1024, 4096, 2048)])
-    assert timed == [4096, 2048, 1024]
-
-
-@needs_compiler
 def test_a_decoder_on_the_operator_has_the_texts_of_pytorchs_products_and_drafts_change_none(tmp_path, monkeypatch):
     pair = make_pair(tmp_path, **LUCKY)
     asked = [Request(f"r{i}", (1, 2, i), 24) for i in range(4)]
@@ -375,19 +367,6 @@ def test_pytorch_has_threads_for_steps_of_many_rows_alone(monkeypatch):
     mixed.pack_weight(torch.zeros(5, 4))
     mixed.empty_experts(torch.zeros(1), 2, 2, 2)
     assert threads_of_steps(mixed) == [3, 3, 3]
-
-
-@needs_compiler
-@pytest.mark.usefixtures("three_threads")
-def test_products_are_timed_beside_pytorch_with_the_threads_that_it_will_have(monkeypatch):
-    threads = []
-    monkeypatch.setattr(linear, "tune", lambda packed: threads.append(torch.get_num_threads()) or {})
-    for most in (17, 16):
-        backend = CpuBackend(CPU)
-        backend.pack_weight(torch.zeros(4, 4))
-        monkeypatch.setattr(cpu_backend, "_SMALL_MODEL", most)
-        backend.tune([], {}, 1, 16)
-    assert threads == [1, 3]
 
 
 @pytest.mark.usefixtures("three_threads")

@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -11,14 +10,11 @@ import torch
 
 from app.engine.checkpoint.draft import draft_config
 from app.engine.checkpoint.families import target_config
-from app.engine.checkpoint.shapes import RopeConfig
 from app.engine.compile.aot import Function, _Step
 from app.engine.load.engine import Engine
-from app.engine.models.rope import RotaryTable
 from tests.costs import fast_ones
 from tests.fast.engine.device_lengths import device_lengths
 from tests.fast.engine.dialects import DIALECTS, WINDOW, Dialect
-from tests.fast.engine.draft_mistakes import with_masks, with_taps_in_another_order, with_taps_off_by_one
 from tests.fast.engine.drafted import drafted_by, requests_about_the_window, share_of_right_drafts
 from tests.fast.engine.lossless import LUCKY, make_engine
 from tests.fast.engine.pairs import Pair
@@ -119,73 +115,6 @@ def test_a_step_launched_ahead_drafts_the_same(tmp_path, name: str):
     found = tokens_of_steps(ahead)
     assert found == tokens_of_steps(make_engine(pair.target, pair.draft, **sizes))
     assert len(set(found)) > 1
-
-
-# Each mistake leaves the text right, and is found by the comparison above.
-
-
-def window_off_by(change: int) -> Callable[[Engine], None]:
-    return lambda engine: with_masks(engine, lambda mask: mask._replace(window=mask.window and mask.window + change))
-
-
-def d2t_as_ids(engine: Engine) -> None:
-    model = engine.core.runner.forward.drafter.model
-    model.target_ids -= torch.arange(len(model.target_ids), dtype=torch.int32)
-
-
-def without_k_bias(engine: Engine) -> None:
-    engine.core.runner.forward.drafter.context.kv_bias.zero_()
-
-
-def with_the_targets_head(engine: Engine) -> None:
-    engine.core.runner.forward.drafter.model.lm_head = engine.core.runner.forward.target.lm_head
-
-
-def without_the_anchors_draft(engine: Engine) -> None:
-    drafter = engine.core.runner.forward.drafter
-    propose = drafter.propose
-    drafter.propose = lambda *args: propose(*args).roll(-1, dims=1)
-
-
-def without_yarn(engine: Engine) -> None:
-    drafter = engine.core.runner.forward.drafter
-    drafter.rotary = RotaryTable(RopeConfig(1e4), 16, 200, torch.float32, engine.core.runner.backend)
-
-
-MISTAKES: list[tuple[str, Callable[[Engine], None]]] = [
-    ("one sliding layer, causal inside the block", window_off_by(1)),
-    ("one sliding layer, causal inside the block", window_off_by(-1)),
-    ("one sliding layer, causal inside the block", lambda e: with_masks(e, lambda m: m._replace(causal=False))),
-    ("one sliding layer, causal inside the block", lambda e: with_masks(e, lambda m: m._replace(causal=True))),
-    ("one sliding layer, causal inside the block", lambda e: with_masks(e, lambda m: m._replace(window=None))),
-    (
-        "sliding and not causal, by is_causal",
-        lambda e: with_masks(e, lambda m: m._replace(causal=m.window is not None)),
-    ),
-    (
-        "causal in full layers too, by dflash_config",
-        lambda e: with_masks(e, lambda m: m._replace(causal=m.window is not None)),
-    ),
-    ("a window of one block and a window of its own", window_off_by(1)),
-    ("yarn with noise of a hybrid target", without_yarn),
-    ("half the target's width", with_taps_in_another_order),
-    ("use_swa", lambda e: with_masks(e, lambda m: m._replace(window=None))),
-    ("biases, sliding", without_k_bias),
-    ("reduced vocabulary", d2t_as_ids),
-    ("speculators", with_taps_off_by_one),
-    ("lm_head tied to its own embedding", with_the_targets_head),
-    ("sample from anchor", without_the_anchors_draft),
-]
-
-
-@pytest.mark.parametrize(("name", "mistake"), MISTAKES)
-def test_a_mistake_in_a_dialect_is_found(tmp_path, name: str, mistake: Callable[[Engine], None]):
-    pair = DIALECTS[name].make(tmp_path)
-    engine = engine_of(pair)
-    mistake(engine)
-    share = share_of_right_drafts(drafted_by(engine.core, requests_about_the_window(2, 12)), pair)
-    print(f"{share:.0%} of the drafts are right")
-    assert share < 0.95
 
 
 @pytest.mark.parametrize("name", fast_ones(DIALECTS, list(DIALECTS)[1::3]))

@@ -359,14 +359,6 @@ def test_kv_is_counted_for_layers_with_attention_alone(pair: Pair):
     assert bytes_per_token(config, torch.float32) == 2 * config.num_kv_heads * config.head_dim * 4
 
 
-def test_slots_are_as_many_as_sequences_and_one_for_a_prompt(pair: Pair):
-    engine = make_engine(pair.target, pair.draft, max_model_len=64, max_num_seqs=5, prefix_caching=False)
-    assert engine.states is not None and engine.states.num_slots == 6
-    stats = engine.core.scheduler.stats()
-    assert (stats.used_state_slots, stats.num_state_slots) == (0, 6)
-    assert engine.states.checkpoint_bytes == stats.num_state_checkpoints == 0
-
-
 def test_timed_steps_touch_a_state_for_each_sequence_and_leave_no_trace(pair: Pair, reference: HybridReference):
     engine = make_engine(pair.target, pair.draft, page_size=4, max_model_len=96, max_num_seqs=2)
     batch = verify_batch(2, BLOCK, engine.sizes)

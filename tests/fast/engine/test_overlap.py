@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine.load.engine import Engine
 from app.engine.schedule.batch import Batch
 from app.engine.sequence import NOT_FINITE
-from app.messages import Request, SamplingParams, TokenDelta
+from app.messages import Request, SamplingParams
 from tests.costs import fast_ones
 from tests.fast.engine.device_lengths import device_lengths
 from tests.fast.engine.flat_request import flat_request
@@ -24,7 +23,6 @@ from tests.fast.engine.planted_faults import engine_of as eager
 from tests.fast.engine.steady import steady_costs
 from tests.fast.engine.watched_pages import watch
 from tests.fast.schedule.scheduler_harness import check_pages
-from tools.lab.simulated import simulate, survival
 
 BLOCK = 8
 
@@ -58,23 +56,6 @@ def test_the_next_step_is_launched_before_a_step_is_read(lucky: Pair):
     assert run.texts == undisturbed(eager(lucky), [request])
 
 
-@pytest.mark.exhaustive
-def test_every_step_accepts_what_it_would_have_accepted_alone(lucky: Pair):
-    """Wrong drafts change no token, so a draft that began elsewhere would only show in how many are accepted."""
-
-    def steps(engine: Engine) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
-        for request in requests(4, max_tokens=60):
-            engine.core.run([request], lambda step: [said(found, delta) for delta in step.deltas])
-        return found
-
-    def said(found: dict[str, list[int]], delta: TokenDelta) -> None:
-        found.setdefault(delta.request_id, []).append(len(delta.token_ids))
-
-    found = steps(overlapping(lucky))
-    assert found == steps(eager(lucky)) and max(map(max, found.values())) >= 5
-
-
 def test_without_graphs_nothing_overlaps(lucky: Pair):
     for settings in ({"enforce_eager": True}, {"draft_enforce_eager": True}):
         with device_lengths():
@@ -89,15 +70,6 @@ def test_steps_count_why_the_next_one_was_not_ahead(lucky: Pair):
     reasons.clear()
     eager(lucky).core.run(requests(2), lambda step: reasons.add(step.stats.not_ahead))
     assert reasons == {""}, "only engines that overlap count them"
-
-
-def test_every_call_says_what_a_step_did(lucky: Pair):
-    run = Run(overlapping(lucky), requests(3))
-    while run.core.has_work:
-        step = run.core.step()
-        assert step.deltas and step.stats.seconds > 0
-        for delta in step.deltas:
-            run.texts[delta.request_id] += delta.token_ids
 
 
 @pytest.mark.parametrize("speculate", [True, False])
@@ -380,37 +352,3 @@ def test_an_error_of_the_device_behind_a_step_in_flight_ends_the_engine(lucky: P
     monkeypatch.setattr(run.core, "launch", broken)
     with pytest.raises(torch.AcceleratorError):
         run.step()
-
-
-# Simulated acceptance
-
-
-def test_simulated_lengths_are_the_devices_too(lucky: Pair):
-    """Else blocks would begin elsewhere on the device than here: so what the device attends to is looked at."""
-    engine = overlapping(lucky)
-    log = Log(engine.core)
-    core = engine.core
-    starts: list[list[int]] = []
-    forward = core.runner.forward
-    choose = forward.choose
-
-    def noted(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        (group, *others) = tensors.inputs.groups
-        starts.append([] if others else group.position_offsets.tolist())
-        return choose(tensors, *args, **kwargs)
-
-    forward.choose = noted
-    simulate(core, survival([3.0], BLOCK))
-    found: list[tuple[list[int], list[int]]] = []
-    commit = core.scheduler.commit
-
-    def compared(batch: Batch, result: Any) -> Any:
-        number = next(n for n, known in enumerate(log.batches) if known is batch)
-        deltas = commit(batch, result)
-        if not batch.prefills:
-            found.append((starts[number][: len(batch.decodes)], [rows.start for rows in batch.decodes]))
-        return deltas
-
-    core.scheduler.commit = compared  # type: ignore[method-assign]
-    Run(engine, requests(1, max_tokens=60)).to_the_end()
-    assert len(found) > 10 and all(device == host for device, host in found) and log.overlapped

@@ -150,42 +150,6 @@ def test_plain_stretches_leave_a_context_that_drafts_hit_on(subject: Subject, ea
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
-def test_prefixes_shared_around_page_edges(subject: Subject, eager: bool):
-    page, rng = 4, random.Random(0)
-    stem = max((prompt.token_ids for prompt in subject.prompts), key=len)
-    edges = with_prompts(
-        subject,
-        [
-            Prompt((*stem[:shared], *(rng.randrange(4) for _ in range(more))), max_tokens=12)
-            for shared in (page - 1, page, page + 1, 2 * page - 1, 2 * page, 2 * page + 1, 3 * page)
-            for more in (0, 1, page)
-        ],
-    )
-    warm = engine_of(edges, page_size=page, enforce_eager=eager)
-    together, alone = ask(warm, *edges.requests(MIXED)), Answers()
-    for request in edges.requests(MIXED):
-        alone.add(ask(warm, request))
-        assert alone.cached[request.request_id] == full_pages(request.token_ids, page)
-    assert_lossless(edges, together)
-    assert_lossless(edges, alone)
-    assert_accepts(together, alone)
-    assert sum(together.cached.values()) > 10 * page
-
-
-@pytest.mark.exhaustive
-def test_pages_that_were_evicted_are_computed_again(subject: Subject):
-    warm = engine_of(subject, page_size=4, max_model_len=200, max_num_seqs=2, kv_pages=60)
-    cached = []
-    for turn in range(3):
-        found = ask(warm, *subject.requests(MIXED)[:: -1 if turn % 2 else 1])
-        assert_lossless(subject, found)
-        cached.append(sum(found.cached.values()))
-    whole = sum(full_pages(prompt.token_ids, 4) for prompt in subject.prompts)
-    assert 0 < max(cached[1:]) < whole, "some of it was found, and some had been thrown out"
-
-
-@pytest.mark.exhaustive
 def test_a_preempted_sequence_goes_on_from_its_own_pages(subject: Subject, monkeypatch: pytest.MonkeyPatch):
     endless = with_prompts(subject, [replace(prompt, stop_token_ids=frozenset()) for prompt in subject.prompts])
     pages = 1 + -(-(endless.max_model_len + 32) // 4)

@@ -381,31 +381,6 @@ def test_every_row_of_a_step_is_chosen_as_the_oracle_does(backend, tens: int):
     assert rows > 200
 
 
-def test_the_steps_hold_whatever_a_request_may_ask():
-    seen: Counter[str] = Counter()
-    for seed in STEPS:
-        step = random_step(seed)
-        drafts = iter([] if step.drafts is None else step.drafts.tolist())
-        for rows in step.batch.sampling:
-            request = rows.seq.request
-            kind = "greedy" if request.sampling.is_greedy else "drawn"
-            asked = request.sampling
-            seen[kind + " filtered" * asked.is_filtered + " penalised" * asked.is_penalised] += 1
-            own = next(drafts)[: rows.num_drafts] if rows.num_drafts else []
-            if request.sampling.is_penalised:
-                seen["repeats"] += len(set(own)) < len(own)
-                seen["of the prompt"] += bool({*own} & {*request.token_ids})
-            emitted = rows.seq.num_tokens - len(request.token_ids)
-            borders = request.stop_token_ids and emitted < request.sampling.min_tokens <= emitted + rows.num_drafts
-            seen["min_tokens inside the block"] += bool(borders)
-        seen["mixed kinds"] += (
-            len({(r.seq.request.sampling.is_filtered, r.seq.request.sampling.is_penalised) for r in step.batch.rows})
-            > 2
-        )
-        seen["no drafts"] += step.drafts is None
-    assert len(seen) == 11 and min(seen.values()) >= 10, seen
-
-
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7])
 def test_chunks_of_logits_change_no_choice(backend, monkeypatch: pytest.MonkeyPatch, chunk: int):
     for seed in STEPS[::3]:

@@ -174,19 +174,6 @@ def test_an_answer_of_any_accepted_count_is_continued(pair: Pair, reference: Hyb
     assert {delta.cached_tokens for delta in run.deltas["next"]} == {last_full_page(known)}
 
 
-@pytest.mark.exhaustive
-def test_a_prefix_that_is_shared_hits_where_prompts_are_cut(pair: Pair, reference: HybridReference):
-    """64 tokens are the least interval, because the delta rule solves so many rows together."""
-    engine = engine_of(pair)
-    assert engine.core.scheduler.states.interval == 512
-    engine.core.scheduler.states.interval = 64
-    chat, stem = Chat(engine, reference), tokens_of(131)
-    chat.ask((*stem, *tokens_of(5, seed=1)), 3)
-    for shared in (131, 127, 66, 63):
-        chat.ask((*stem[:shared], *tokens_of(5, seed=2)), 3)
-    assert chat.cached == [0, 128, 64, 64, 0]
-
-
 def test_a_hit_where_a_prompt_was_cut_gives_the_bits_of_a_cold_prefill(pair: Pair):
     """The chunks behind the cut have the same rows, so each operator has the same shapes."""
     stem, sizes = tokens_of(130), {"max_model_len": 200, "max_num_seqs": 1, "state_cache_memory": 1 << 20}
@@ -342,29 +329,6 @@ def test_dflash_and_a_cache_change_no_token(lucky: Subject, case: Case, short_in
     scheduler = engine.core.scheduler
     assert scheduler.prefix_cache_hits > 0 and watch.num_checked > 0
     assert (scheduler.num_preemptions > 0) == case.preempted
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("path", ["eager", "overlap"])
-def test_a_second_turn_says_what_a_cold_engine_says(lucky, path, short_interval, monkeypatch):
-    monkeypatch.setattr("app.engine.load.memory.PER_SEQUENCE", 32)  # so that no checkpoint of the first turn is evicted
-    case = Case(concurrency=4, page_size=4, block_size=8, path=path)
-    cached = replace(case, cached=True)
-    engine, first = lucky.engine(cached), lucky.requests(case)
-    watch = WatchedStates(engine, lucky.reference)  # type: ignore[arg-type]
-    said = engine.core.run(first, lambda _: watch.check())
-    prompts = [
-        replace(prompt, token_ids=prompt.token_ids[: 40 - len(said[r.request_id])] + tuple(said[r.request_id]))
-        if len(prompt.token_ids) + len(said[r.request_id]) > 40
-        else replace(prompt, token_ids=(*prompt.token_ids, *said[r.request_id]))
-        for prompt, r in zip(lucky.prompts, first, strict=True)
-    ]
-    turns = Subject("turns", lucky.target, lucky.draft, prompts, HybridReference)
-    requests = turns.requests(case)
-    before = engine.core.scheduler.prefix_cache_hits
-    emitted = engine.core.run(requests, lambda _: watch.check())
-    assert_lossless(turns.compare([emitted[request.request_id] for request in requests], case))
-    assert engine.core.scheduler.prefix_cache_hits > before
 
 
 # Faults

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import read_config
-from app.engine.device.gated_delta import _fixed
 from app.engine.device.torch import TorchBackend
 from app.engine.load.loader import SafetensorsWeights
 from app.engine.models.gated_delta_net import GatedDeltaNet
@@ -189,38 +188,6 @@ def test_any_course_of_steps_leaves_the_state_of_the_accepted_tokens(layer: Laye
             layer.check(each)
     for each in checkpoints:
         layer.check(each)
-
-
-@pytest.mark.parametrize("accepted", range(1, BLOCK + 1))
-@torch.inference_mode()
-def test_every_accepted_count_is_committed_as_it_is(layer: Layer, accepted: int):
-    seq = Row(1)
-    layer.prefill(seq, prompt := layer.rows(5))
-    seq.tokens += prompt
-    for _ in range(4):
-        layer.verify([seq], [rows := layer.rows(BLOCK)])
-        seq.tokens += rows[:accepted]
-        layer.check(seq)
-
-
-@torch.inference_mode()
-@torch.inference_mode()
-def test_masks_are_kept_by_the_number_of_rows_and_not_by_both_widths(layer: Layer):
-    layer.static, before = False, _fixed.cache_info().currsize
-    for accepted in range(1, BLOCK + 1):
-        for width in range(1, BLOCK + 1):
-            seq = Row(1)
-            layer.verify([seq], [new := layer.rows(accepted)])
-            seq.tokens = new
-            layer.verify([seq], [layer.rows(width)])
-    assert _fixed.cache_info().currsize <= before + 2 * BLOCK
-
-
-def test_a_slot_that_held_nan_begins_as_zeros(layer: Layer):
-    for tensor in (layer.memory.matrix, layer.memory.conv, layer.memory.pending):
-        tensor.fill_(torch.nan)
-    layer.verify([Row(2), Row(0)], [layer.rows(3), layer.rows(1)])
-    assert layer.memory.matrix[2].isfinite().all()
 
 
 @torch.inference_mode()

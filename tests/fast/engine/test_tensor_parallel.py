@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from app.config.engine import EngineConfig
-from app.engine.arrays import arrays
 from app.engine.checkpoint.draft import draft_config
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import read_config
@@ -438,31 +437,6 @@ def test_a_follower_whose_device_fails_behind_a_launch_ends_because_it_reads_whe
 def empty_step(number: int) -> StepInputs:
     target = replace(Layout(4).target(Batch(), None, 0), prev_rows=np.array([number], dtype=np.int32))
     return StepInputs(target=target, draft=None, sampling=[], plain_sequences=None, has_prefill=False)
-
-
-def test_stale_arrays_on_a_follower_are_seen(tmp_path: Path):
-    pair = make_pair(tmp_path, vocab_size=96)
-    before: list[Message] = []
-
-    def stale(data: bytes) -> bytes:
-        message = decode(data)
-        last = next((m for m in reversed(before) if _shapes(m) == _shapes(message)), message)
-        before.append(message)
-        return encode(message._replace(argument=last.argument))
-
-    config = EngineConfig(pair.target, None, device="cpu", max_num_seqs=2, tensor_parallel_size=2, **UNTIMED)
-    requests = [Request(str(i), (7, 1, 2, i), 16, SamplingParams(1.0, seed=i)) for i in range(2)]  # a text that wanders
-    texts = []
-    for changed in (stale, lambda data: data):
-        ranks = ThreadRanks(config, changed)
-        texts.append(ranks.engine.core.run(requests))
-        ranks.close()
-    assert texts[0] != texts[1]
-    assert texts[1] == build_engine(replace(config, tensor_parallel_size=1)).core.run(requests)
-
-
-def _shapes(message: Message) -> list[Any]:
-    return [x.shape for x in arrays(message.argument.target).values()]
 
 
 def test_a_step_that_raises_ends_the_engine_of_ranks(lucky: Pair, monkeypatch: pytest.MonkeyPatch):

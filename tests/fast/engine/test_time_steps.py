@@ -82,12 +82,6 @@ def test_what_is_not_timed_is_scaled_from_what_is(monkeypatch: pytest.MonkeyPatc
     assert float(table.step_ms(16, 0, 16, 0)) == pytest.approx(step_ms(Shape(16)), rel=0.02)
 
 
-def test_a_slow_step_is_not_repeated_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(by_rows(300, 70, 8))
-    measured(monkeypatch, machine)
-    assert all(shape != following for shape, following in zip(machine.ran, machine.ran[1:], strict=False))
-
-
 def test_a_quick_machine_times_every_shape_in_rounds_behind_two_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(by_rows(0.2, 0.01, 0.001))
     measured(monkeypatch, machine)

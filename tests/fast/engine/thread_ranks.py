@@ -78,17 +78,12 @@ class Ended(Exception):
 class ThreadRanks:
     """Engine whose ranks are threads; close it. `verified[rank]` are the results of a rank's steps,
     of followers those of the warm-up too.
-
-    `changed` may replace a message on its way to a follower.
     """
 
-    def __init__(
-        self, config: EngineConfig, changed: Callable[[bytes], bytes] = lambda message: message, **options: Any
-    ) -> None:
+    def __init__(self, config: EngineConfig, **options: Any) -> None:
         size = config.tensor_parallel_size
         self.messages: list[bytes] = []
         self.verified: list[list[Any]] = [[] for _ in range(size)]
-        self._changed = changed
         self._options = options
         self._errors: list[BaseException] = []
         self._meeting = Meeting(size)
@@ -131,7 +126,7 @@ class ThreadRanks:
     def _send(self, message: bytes) -> None:
         self.messages.append(message)
         for messages in self._queues:
-            messages.put(self._changed(message))
+            messages.put(message)
 
     def _follow(self, config: EngineConfig, rank: int) -> None:
         def receive(milliseconds: int | None) -> bytes | None:

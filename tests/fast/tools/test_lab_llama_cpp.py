@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from tools.bench.client import Answer, Drafting, ServerError
 from tools.bench.paired import Claim, Comparison
 from tools.bench.table import Row
 from tools.bench.traffic import Load, Round
-from tools.lab import llama_cpp, llama_source
+from tools.lab import llama_cpp
 from tools.lab.__main__ import main
 from tools.lab.checkpoints import write_tokenizer
 from tools.lab.llama_cpp import AIMS, OURS, PAIRS, THEIRS, dataset, llama_command, resident, row
@@ -101,15 +100,6 @@ def test_a_row_has_the_ratio_beside_its_aim_texts_acceptance_and_memory() -> Non
     assert (found["llama.cpp MB"], found["ours MB"]) == ("90", "400")
 
 
-def test_a_row_without_an_aim_or_drafts_says_so() -> None:
-    speeds, megabytes = {THEIRS: [1.0] * 6, OURS: [1.0] * 6}, {THEIRS: 1.0, OURS: 1.0}
-    found = row("qwen3-0.6b", "dflash", cell("qwen3-0.6b", "dflash", speeds, ("a", "a")), megabytes)
-    assert (found["aim"], found["verdict"], found["same text"]) == ("-", "measured", "100 %")
-    plain = row("demo", "plain", cell("demo", "plain", speeds, ("a", "a")), megabytes)
-    assert (plain["aim"], plain["verdict"]) == (">= 0.8", "met")
-    assert (plain["llama.cpp accepted"], plain["ours accepted"]) == ("-", "-")
-
-
 def test_memory_is_that_of_a_process_and_of_its_children() -> None:
     own = resident(os.getpid())
     hold = "import sys; held = bytearray(60_000_000); print(flush=True); sys.stdin.read()"
@@ -120,34 +110,6 @@ def test_memory_is_that_of_a_process_and_of_its_children() -> None:
         both = resident(os.getpid())
         assert resident(child.pid) > 60 and both > own + 50
         child.stdin.close()
-
-
-def test_of_the_sdist_only_llama_cpps_files_are_unpacked(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "sdist.tar.gz", "w:gz") as archive:
-        for path in ("vendor/llama.cpp/src/llama.cpp", ".git/modules/vendor/llama.cpp/HEAD", "vendor/llama.cpp.txt"):
-            archive.addfile(tarfile.TarInfo(f"llama_cpp_python-1.0/{path}"))
-    llama_source.unpack(tmp_path / "sdist.tar.gz", tmp_path / "source")
-    found = [path.relative_to(tmp_path / "source") for path in (tmp_path / "source").rglob("*") if path.is_file()]
-    assert found == [Path("src/llama.cpp")]
-
-
-def test_what_is_built_is_not_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-
-    def run(command: list[str], **_: object) -> None:
-        ran.append(" ".join(command[:2]))
-        if "--build" in command:
-            server.parent.mkdir(parents=True)
-            server.touch()
-
-    monkeypatch.setattr(llama_source.subprocess, "run", run)
-    (tmp_path / "source").mkdir()
-    llama = LlamaCpp(tmp_path)
-    server = llama.server
-    llama.build(lambda _: None)
-    assert ran == ["cmake -S", "cmake --build"]
-    llama.build(lambda _: None)
-    assert len(ran) == 2
 
 
 def test_a_build_that_fails_says_its_last_lines_and_where_the_rest_is(

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from app import cli
 from app.config.error import ConfigError
 from app.engine.checkpoint.draft import draft_config
 from app.engine.checkpoint.families import target_config
@@ -114,12 +113,3 @@ def test_the_demos_shape_is_the_demos_but_for_more_positions(tmp_path: Path) -> 
         made = json.loads((folder / "config.json").read_text())
         assert {key for key in real if real[key] != made[key]} == {"max_position_embeddings"}
         assert real.keys() == made.keys() and made["max_position_embeddings"] == 16384
-
-
-@pytest.mark.parametrize("flag", ["--random-weights", "--simulate-acceptance"])
-def test_a_server_has_no_such_flag_and_says_so(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["serve", flag, "6"]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        f"error: unknown flag {flag}",
-        "hint: `dflash-server serve --help` lists all flags",
-    ]

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from tools.lab import step, step_timing
 from tools.lab.products import Products
 from tools.lab.random_weights import write_configs
 from tools.lab.step import Series, all_series, flat_host, linear
-from tools.lab.step_timing import Bench, Measured, Shape, Split, measure, room
+from tools.lab.step_timing import Bench, Measured, Shape, Split, room
 
 
 @pytest.fixture(scope="module")
@@ -125,29 +124,6 @@ def test_once_a_prompt_is_known_the_context_is_exact(engine: Engine, watched: Wa
     assert watched.batches[1 + step_timing.BLOCK_STEPS] == [(333, 16)] * 3
 
 
-@pytest.mark.exhaustive
-def test_operators_do_not_depend_on_the_context(engine: Engine) -> None:
-    bench = Bench(engine)
-    assert bench.count(Shape(2, 40, True)).operators == bench.count(Shape(2, 400, True)).operators
-    assert bench.count(Shape(2, 40, False)).operators < bench.count(Shape(2, 40, True)).operators
-
-
-@pytest.mark.exhaustive
-def test_every_round_times_every_shape_once(engine: Engine, clock: Clock) -> None:
-    shapes = [Shape(1, 20, False), Shape(2, 20, True)]
-    told: list[str] = []
-    bench = Bench(engine)
-    products = {shape: bench.products(shape) for shape in shapes}
-    found = measure(bench, shapes, 3, told.append, products)
-    assert [len(measured.splits) for measured in found.values()] == [3, 3] and len(told) == 2 * (1 + 3)
-    for split in found[shapes[1]].splits:
-        assert tuple(split) == pytest.approx(TAKES)
-        assert split.total == pytest.approx(1 + 4 + 8 + 16)
-    for shape in shapes:
-        assert found[shape].products == pytest.approx([len(products[shape].seen) / shape.timed] * 3)
-    assert not found[shapes[0]].queued, "on a CPU launching is computing"
-
-
 def test_a_device_that_runs_on_is_timed_with_steps_queued(engine: Engine, watched: Watched, clock: Clock) -> None:
     shape, found, bench = Shape(2, 30, True), Measured(), Bench(engine)
     bench.is_asynchronous = True
@@ -246,14 +222,6 @@ def test_rounds_that_disagree_about_a_bound_are_inconclusive() -> None:
     assert linear(some, found).holds is None and flat_host(some, found).holds is None
 
 
-def test_a_pair_of_sizes_that_is_bad_for_certain_counts_more_than_a_worse_one_that_may_be_noise() -> None:
-    some, found = grown(lambda n: {256: 10.0, 512: 27.0, 1024: 50.0}[n])
-    for turn, times in enumerate((0.2, 9.0, 1.0, 0.1, 8.0, 1.2, 7.0, 0.9, 6.0)):
-        found[some.shapes[-1]].splits[turn] = Split(0.0, 0.0, 100.0 * times, 0.0, 0.0)
-    verdict = linear(some, found)
-    assert verdict.holds is False and "from 256 to 512" in verdict.found
-
-
 def test_the_worst_pair_of_sizes_is_told() -> None:
     assert "from 512 to 1024, in proportion 2 x" in linear(*grown(lambda n: 10.0 if n < 1024 else 25.0)).found
 
@@ -283,15 +251,6 @@ def test_tables_of_a_cpu_do_not_pretend_to_tell_launching_from_computing() -> No
     (table,) = step.tables([some], found, is_asynchronous=True, acceptance_length=None)
     assert "products" not in table.rows[0]
     assert {"dispatch", "wait", "device"} <= table.rows[0].keys() and table.rows[0]["device"] == "4.000"
-
-
-def test_tokens_a_second_are_told_of_blocks_where_their_acceptance_is_known() -> None:
-    shapes = [Shape(4, 512, drafts) for drafts in (False, True)]
-    found = {shape: Measured(splits=[Split(0.0, 0.0, 10.0, 0.0, 0.0)], products=[1.0]) for shape in shapes}
-    both = [Series("batch", [shape]) for shape in shapes]
-    for length, wanted in ((None, ["400", ""]), (6.5, ["400", "2600"])):
-        (table,) = step.tables(both, found, is_asynchronous=False, acceptance_length=length)
-        assert [row["tok/s"] for row in table.rows] == wanted
 
 
 @pytest.fixture
@@ -333,17 +292,6 @@ def test_the_exit_code_says_whether_a_claim_was_missed_for_certain(
 
     monkeypatch.setattr(step, "measure", made_up)
     assert parts.main(arguments) == code
-
-
-@pytest.mark.exhaustive
-def test_without_a_model_every_context_is_run_on_the_demo_pairs_shape() -> None:
-    options = step.settled(step.parser().parse_args(["--device", "cpu"]))
-    engine, _ = step.load(options)
-    all_series, left_out = step.fitting(options, Bench(engine), drafts=True)
-    assert left_out == [] and (engine.target.num_layers, engine.target.vocab_size) == (5, 2560)
-    assert engine.draft is not None and engine.draft.decoder.num_layers == 3
-    assert {shape.context for some in all_series for shape in some.shapes} == set(step.CONTEXTS)
-    assert max(shape.batch for some in all_series for shape in some.shapes) == 32
 
 
 @pytest.mark.parametrize(
@@ -393,18 +341,3 @@ def test_a_real_engine_grows_no_faster_than_linearly_and_its_host_part_not_at_al
     for shape in results["shapes"]:
         operators.setdefault((shape["batch"], shape["drafts"]), set()).add(shape["operators"])
     assert all(len(counts) == 1 for counts in operators.values()), "operators do not depend on the context"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++ here to compile with")
-def test_what_is_compiled_is_fewer_operators_over_the_same_products(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    operators = []
-    for more in ([], ["--compile"]):
-        parts.main([*arguments, *more, "--out", str(tmp_path / "out")])
-        shapes = json.loads((tmp_path / "out" / "step.json").read_text())["shapes"]
-        operators.append([shape["operators"] for shape in shapes])
-        assert all(len(shape["products"]) == 2 and min(shape["products"]) > 0 for shape in shapes)
-    assert all(few < many / 2 for many, few in zip(*operators, strict=True)), operators
