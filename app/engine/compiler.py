@@ -19,10 +19,11 @@ def main() -> None:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     settings = sys.stdin.readline()
     threading.Thread(target=_end_with_engine, daemon=True).start()
-    from app.engine.load.engine import compile_packages  # PyTorch takes seconds, at that priority too
+    from app.engine.compile.packages import keep_compiled  # PyTorch takes seconds, at that priority too
+    from app.engine.load.engine import traced_forward
     from app.wire import decode_config
 
-    compile_packages(decode_config(settings))
+    keep_compiled(traced_forward(decode_config(settings)))
 
 
 def _end_with_engine() -> None:

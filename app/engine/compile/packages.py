@@ -62,6 +62,18 @@ def _obstacle(config: EngineConfig, shape: DecoderConfig, dtype: torch.dtype) ->
     return ""
 
 
+def use_compiled(
+    runner: ModelRunner, config: EngineConfig, traced: Callable[[], Forward], on_compiled: Callable[[int, int], None]
+) -> None:
+    """Let a new runner's steps be of compiled functions: "auto" takes kept ones, and `--compile` makes missing ones."""
+    if config.compile == "auto":
+        compiled = load_kept(runner.forward)
+    else:
+        compiled = load_or_compile(runner.forward, traced, on_compiled)
+    if compiled:
+        take_up(runner, compiled)
+
+
 def load_kept(forward: Forward) -> list[Compiled] | None:
     """Return the compiled functions of the forward, or None if one is missing or the folder cannot be used."""
     try:
@@ -93,6 +105,12 @@ def load_or_compile(
             return found
         compile_missing(traced(), folder, on_compiled)
         return [function.load(folder) for function in functions(forward)]
+
+
+def keep_compiled(traced: Forward) -> None:
+    """Compile the functions of a forward that earlier starts have not kept, and keep them."""
+    with compile_cache() as folder:
+        compile_missing(traced, folder)
 
 
 def compile_missing(traced: Forward, folder: Path, on_compiled: Callable[[int, int], None] = lambda *_: None) -> None:

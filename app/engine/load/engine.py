@@ -15,8 +15,7 @@ from app.engine.checkpoint.read import read_checkpoints
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.comm.comm import ALONE, Comm
 from app.engine.compile.backend import TracedBackend
-from app.engine.compile.cache import compile_cache
-from app.engine.compile.packages import Shapes, compile_missing, load_kept, load_or_compile, take_up, traced_config
+from app.engine.compile.packages import Shapes, traced_config, use_compiled
 from app.engine.core import EngineCore
 from app.engine.device.base import Backend, Heads
 from app.engine.device.factory import make_backend
@@ -92,15 +91,6 @@ class Engine:
         return "compiled" if self.core.runner.forward.compiled else "by operators"
 
 
-class Loaded(NamedTuple):
-    """A runner over its KV memory, which no step has used yet, and its settled plan."""
-
-    runner: ModelRunner
-    plan: Plan
-    states: StatePool | None
-    tuned: dict[str, str]
-
-
 def build_engine(
     config: EngineConfig,
     on_progress: Progress = lambda *_: None,
@@ -111,12 +101,12 @@ def build_engine(
     returns rank 0. Raises UnsupportedError for what would run wrongly or does not fit, before weights are read if
     possible."""
     with _explained(config, rank=0) as backend:
-        loaded = _load(config, backend, on_progress, open_weights, join)
-        if draft := loaded.plan.draft:
-            for warning in draft.warnings:
-                logger.warning("draft: %s", warning)
-            logger.info("draft: %s", ", ".join(f"{name} {value}" for name, value in draft.report().items()))
-        return _warm(loaded, on_progress)
+        runner, plan, tuned = _load(config, backend, on_progress, open_weights, join)
+        for warning in plan.draft.warnings if plan.draft else ():
+            logger.warning("draft: %s", warning)
+        if plan.draft:
+            logger.info("draft: %s", ", ".join(f"{name} {value}" for name, value in plan.draft.report().items()))
+        return _warm(runner, plan, tuned, on_progress)
 
 
 def build_runner(
@@ -124,7 +114,7 @@ def build_runner(
 ) -> ModelRunner:
     """Load the runner of a `rank` that is not 0. Raises UnsupportedError like rank 0."""
     with _explained(config, rank) as backend:
-        return _load(config, backend, lambda *_: None, open_weights, join).runner
+        return _load(config, backend, lambda *_: None, open_weights, join)[0]
 
 
 @contextmanager
@@ -141,7 +131,8 @@ def _explained(config: EngineConfig, rank: int) -> Iterator[Backend]:
 
 def _load(
     config: EngineConfig, backend: Backend, on_progress: Progress, open_weights: OpenWeights, join: Join
-) -> Loaded:
+) -> tuple[ModelRunner, Plan, dict[str, str]]:
+    """Return a runner over its KV memory, which no step has used yet, its settled plan, and what was tuned."""
     plan = make_plan(config, read_checkpoints(config), backend)
     comm, tell = join(backend)
     assert comm.size == config.tensor_parallel_size
@@ -149,36 +140,30 @@ def _load(
     _check_device(plan, backend)
     target, draft = _read_weights(plan, backend, comm, open_weights, on_progress)
     tuned = _tuned(plan, backend, target) if config.tune == "auto" and comm.size == 1 else {}  # ranks launch alike
-    parts = _Parts(plan, backend, comm, target, draft)
-    step = 0 if backend.memory_is_host else step_memory(parts.runner, backend, plan.sizes)
-    kv = comm.minimum(kv_bytes(plan, backend, parts.states, step * (2 if plan.graph_sizes else 1)))
+    states = make_states(plan, backend, comm)
+    runner_over = partial(_runner, backend, comm, target, draft, states)
+    step = 0 if backend.memory_is_host else step_memory(partial(runner_over, plan), backend, plan.sizes)
+    kv = comm.minimum(kv_bytes(plan, backend, states, step * (2 if plan.graph_sizes else 1)))
     token_bytes = plan.sharing * sum(bytes_per_token(decoder, plan.dtype) for decoder in plan.decoders)
     sizes, num_pages = settle_pages(config, plan.sizes, kv, token_bytes)
-    parts.plan = plan = replace(plan, sizes=sizes, num_pages=num_pages)
+    plan = replace(plan, sizes=sizes, num_pages=num_pages)
     if plan.draft and (limit := plan.draft.decoder.max_position_embeddings) < sizes.max_model_len:
         text = "draft: its config.json allows %d positions, and --max-model-len is %d: few drafts beyond are right"
         logger.warning(text, limit, sizes.max_model_len)
-    runner = parts.runner(num_pages, tell, partial(on_progress, "graphs"))
+    runner = runner_over(plan, num_pages, tell, partial(on_progress, "graphs"))
     if plan.compiles and not runner.graphs:
-        if config.compile == "auto":
-            compiled = load_kept(runner.forward)
-        else:
-            traced = partial(_traced, config, open_weights)
-            compiled = load_or_compile(runner.forward, traced, partial(on_progress, "compile"))
-        if compiled:
-            take_up(runner, compiled)
-    return Loaded(runner, plan, parts.states, tuned)
+        use_compiled(runner, config, partial(traced_forward, config, open_weights), partial(on_progress, "compile"))
+    return runner, plan, tuned
 
 
 def _check_device(plan: Plan, backend: Backend) -> None:
     """Raise UnsupportedError if an operator of the device cannot do what the models need, or does it wrongly."""
     if plan.draft and plan.dtype == torch.float16:
         logger.warning("draft: features overflow in float16, so few drafts are right; --dtype bfloat16 avoids that")
-    for decoder in plan.decoders:
-        backend.check(decoder.head_dim, plan.sizes.block_size, plan.sizes.page_size, plan.dtype)
     if plan.target.moe:
         backend.check_experts(plan.target.moe, plan.target.hidden_size)
     for decoder in plan.decoders:
+        backend.check(decoder.head_dim, plan.sizes.block_size, plan.sizes.page_size, plan.dtype)
         check_attention(backend, decoder, plan.sizes.page_size, plan.sizes.block_size, plan.dtype)
 
 
@@ -217,70 +202,58 @@ def _tuned(plan: Plan, backend: Backend, target: Target) -> dict[str, str]:
     return backend.tune(heads, alike, plan.sizes.max_num_seqs, plan.sizes.page_size)
 
 
-class _Parts:
-    """The models of a rank and what its steps share: all of a runner but KV memory."""
-
-    def __init__(self, plan: Plan, backend: Backend, comm: Comm, target: Target, draft: DFlashModel | None) -> None:
-        self.plan, self.backend, self.comm = plan, backend, comm
-        self.target, self.draft, self.states = target, draft, make_states(plan, backend, comm)
-        vocab = plan.target.vocab_size
-        self.sampler = Sampler(vocab, backend) if comm.size == 1 else ShardedSampler(vocab, backend, comm)
-        self.counts = TokenCounts(plan.sizes.max_num_seqs, vocab, backend)
-        # A recurrent layer reads decoding rows and chunks as groups.
-        hybrid, first = self.states is not None, plan.draft.first_draft_row if plan.draft else 1
-        apart, on_host = backend.separate_prefill or hybrid, backend.lengths_on_host
-        self.layout = Layout(plan.sizes.page_size, apart, first, hybrid, host_positions=on_host)
-
-    def runner(
-        self, num_pages: int, tell: Tell | None = None, on_graph: Callable[[int, int], None] | None = None
-    ) -> ModelRunner:
-        """Return a runner over new KV memory. With `on_graph` it captures graphs if planned."""
-        plan, backend, page_size = self.plan, self.backend, self.plan.sizes.page_size
-        length, of_all = max(plan.sizes.padded_len, plan.max_rows), (plan.dtype, backend)
-        tables = {(d.rope, d.head_dim): RotaryTable(d.rope, d.head_dim, length, *of_all) for d in plan.decoders}
-        rotaries = [tables[d.rope, d.head_dim] for d in plan.decoders]  # one lookup for target and context KV
-        pools = [KvPool(plan.target, num_pages, page_size, *of_all, self.states)]
-        drafter = None
-        if plan.draft and self.draft:
-            pools.append(KvPool(plan.draft.decoder, num_pages, page_size, *of_all))
-            drafter = DFlashDrafter(self.draft, pools[1], rotaries[1], self.sampler, backend)
-        shared = self.sampler, backend, page_size, plan.max_rows
-        forward = Forward(self.target, pools[0], rotaries[0], *shared, drafter)
-        graphs = self._captured(forward, on_graph) if on_graph and plan.graph_sizes else None
-        return ModelRunner(forward, backend, self.counts, self.layout, pools, graphs, tell)
-
-    def _captured(self, forward: Forward, on_graph: Callable[[int, int], None]) -> StepGraphs:
-        plan, pages = self.plan, max(self.plan.sizes.pages_per_sequence, self.plan.sizes.scratch_pages)
-        assert plan.graph_sizes
-        try:
-            return StepGraphs(forward, self.layout, plan.graph_sizes, pages=pages, on_graph=on_graph, comm=self.comm)
-        except torch.OutOfMemoryError as error:
-            raise UnsupportedError(
-                "graphs do not fit beside weights and KV: give a smaller --kv-cache-memory or --memory-utilization, "
-                f"fewer --max-graphs, or --enforce-eager ({error})"
-            ) from None
+def _runner(
+    backend: Backend,
+    comm: Comm,
+    target: Target,
+    draft: DFlashModel | None,
+    states: StatePool | None,
+    plan: Plan,
+    num_pages: int,
+    tell: Tell | None = None,
+    on_graph: Callable[[int, int], None] | None = None,
+) -> ModelRunner:
+    """Return a runner over new KV memory. With `on_graph` it captures graphs if planned."""
+    sizes, vocab, of_all = plan.sizes, plan.target.vocab_size, (plan.dtype, backend)
+    sampler = Sampler(vocab, backend) if comm.size == 1 else ShardedSampler(vocab, backend, comm)
+    counts = TokenCounts(sizes.max_num_seqs, vocab, backend)
+    # A recurrent layer reads decoding rows and chunks as groups.
+    hybrid, first = states is not None, plan.draft.first_draft_row if plan.draft else 1
+    apart, on_host = backend.separate_prefill or hybrid, backend.lengths_on_host
+    layout = Layout(sizes.page_size, apart, first, hybrid, host_positions=on_host)
+    length = max(sizes.padded_len, plan.max_rows)
+    tables = {(d.rope, d.head_dim): RotaryTable(d.rope, d.head_dim, length, *of_all) for d in plan.decoders}
+    rotaries = [tables[d.rope, d.head_dim] for d in plan.decoders]  # one lookup for target and context KV
+    pools, drafter = [KvPool(plan.target, num_pages, sizes.page_size, *of_all, states)], None
+    if plan.draft and draft:
+        pools.append(KvPool(plan.draft.decoder, num_pages, sizes.page_size, *of_all))
+        drafter = DFlashDrafter(draft, pools[1], rotaries[1], sampler, backend)
+    forward = Forward(target, pools[0], rotaries[0], sampler, backend, sizes.page_size, plan.max_rows, drafter)
+    graphs, pages = None, max(sizes.pages_per_sequence, sizes.scratch_pages)
+    try:
+        if on_graph and plan.graph_sizes:
+            graphs = StepGraphs(forward, layout, plan.graph_sizes, pages=pages, on_graph=on_graph, comm=comm)
+    except torch.OutOfMemoryError as error:
+        raise UnsupportedError(
+            "graphs do not fit beside weights and KV: give a smaller --kv-cache-memory or --memory-utilization, "
+            f"fewer --max-graphs, or --enforce-eager ({error})"
+        ) from None
+    return ModelRunner(forward, backend, counts, layout, pools, graphs, tell)
 
 
-def compile_packages(config: EngineConfig) -> None:
-    """Compile the forwards of an engine, and keep them. No weights are read."""
-    with compile_cache() as folder:
-        compile_missing(_traced(config, SafetensorsWeights), folder)
-
-
-def _traced(config: EngineConfig, open_weights: OpenWeights) -> Forward:
-    """Return a forward over shapes of weights, which torch.export can trace."""
+def traced_forward(config: EngineConfig, open_weights: OpenWeights = SafetensorsWeights) -> Forward:
+    """Return a forward over shapes of weights, which torch.export can trace. No weights are read."""
 
     def shapes(*arguments: Any) -> Weights:
         return Shapes(open_weights(*arguments))
 
     backend = TracedBackend(torch.device("cpu"))
-    return _load(traced_config(config), backend, lambda *_: None, shapes, lambda _: Rank()).runner.forward
+    return _load(traced_config(config), backend, lambda *_: None, shapes, lambda _: Rank())[0].forward
 
 
-def _warm(loaded: Loaded, on_progress: Progress) -> Engine:
+def _warm(runner: ModelRunner, plan: Plan, tuned: dict[str, str], on_progress: Progress) -> Engine:
     """Run a request, time steps if their costs decide, and return the engine."""
-    runner, plan, states, tuned = loaded
-    config, sizes, backend = plan.config, plan.sizes, runner.backend
+    config, sizes, backend, states = plan.config, plan.sizes, runner.backend, runner.pools[0].states
     # A step may be launched before the last one is read if all of it comes from graphs, with lengths from the device.
     graphs = runner.graphs if not backend.lengths_on_host else None
     overlap = graphs is not None and (bool(graphs.draft_graphs) or runner.forward.drafter is None)

@@ -2,8 +2,7 @@
 
 import time
 from array import array
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -39,7 +38,7 @@ def step_memory(runner_over: Callable[[int], ModelRunner], backend: Backend, siz
     Raises UnsupportedError if there is too little memory for that.
     """
     batch = _widest_step(sizes)
-    num_pages = 1 + max(max(rows.seq.pages) for rows in batch.rows)
+    num_pages = 1 + max(max(share.seq.pages) for share in batch.rows)
     try:
         runner = runner_over(num_pages)
         return backend.peak_memory(lambda: runner.launch(runner.layout.build(batch)).read())
@@ -52,10 +51,10 @@ def step_memory(runner_over: Callable[[int], ModelRunner], backend: Backend, siz
 
 def _widest_step(sizes: Sizes) -> Batch:
     """Return a step in which all sequences verify a whole block, every token is drawn, and prompts take the rest."""
-    batch = verify_batch(sizes.max_num_seqs, sizes.block_size, sizes, temperature=1.0)
-    page = pages_of(sizes.max_num_seqs, sizes)
-    rest = min(sizes.max_num_batched_tokens, sizes.max_num_seqs * sizes.max_model_len)
-    rest -= sizes.max_num_seqs * sizes.block_size
+    seqs, block = sizes.max_num_seqs, sizes.block_size
+    batch = made_up(Shape(seqs, seqs, block, block), sizes, context=0, temperature=1.0)
+    page = pages_of(seqs, sizes)
+    rest = min(sizes.max_num_batched_tokens, seqs * sizes.max_model_len) - seqs * block
     while rest > 0:
         rows = min(rest, sizes.max_model_len)
         first, page = page, page - (-rows // sizes.page_size)
@@ -64,31 +63,32 @@ def _widest_step(sizes: Sizes) -> Batch:
     return batch
 
 
-def verify_batch(num_seqs: int, width: int, sizes: Sizes, temperature: float = 0.0) -> Batch:
-    """Return a decode step of made-up sequences that verify `width` rows each, over the first pages of the pool. Blocks
-    share pages, at different places, so few pages are enough."""
-    sharing, of_block = _packing(sizes)
-    batch = Batch(block_rows=width)
-    for i in range(num_seqs):
-        start, first = i % sharing * sizes.block_size, i // sharing * of_block
-        seq = _sequence(start + 1, range(first, first + of_block), temperature)
+def made_up(shape: Shape, sizes: Sizes, context: int = _CONTEXT, temperature: float = 0.0) -> Batch:
+    """Return a decode step of made-up sequences, whose blocks lie one after another in the first pages of the pool.
+
+    Before a block is a context, which is its first page over and over, shorter where `sizes.padded_len` leaves no room
+    for it, because RoPE's table ends there.
+    """
+    batch, page_size = Batch(block_rows=shape.block), sizes.page_size
+    for i in range(shape.seqs):
+        first, in_page = divmod(i * sizes.block_size, page_size)
+        pages = range(first, pages_of(i + 1, sizes))
+        room = sizes.padded_len - len(pages) * page_size
+        repeats = max(0, min(context, sizes.max_model_len, room) // page_size)
+        start = repeats * page_size + in_page
+        seq = _sequence(start + 1, [first] * repeats + [*pages], temperature)
         seq.state_slot = i + 1
-        batch.decodes.append(ScheduledSequence(seq, start, width, needs_logits=True, num_drafts=width - 1))
+        rows = shape.rows if i < shape.drafting else 1
+        batch.decodes.append(ScheduledSequence(seq, start, rows, needs_logits=True, num_drafts=rows - 1))
     return batch
 
 
 def pages_of(num_seqs: int, sizes: Sizes) -> int:
-    """Return how many pages `verify_batch` lies on."""
-    sharing, of_block = _packing(sizes)
-    return -(-num_seqs // sharing) * of_block
+    """Return how many pages the sequences of `made_up` lie on."""
+    return -(-num_seqs * sizes.block_size // sizes.page_size)
 
 
-def _packing(sizes: Sizes) -> tuple[int, int]:
-    """Return (blocks that share pages, pages they share)."""
-    return max(1, sizes.page_size // sizes.block_size), -(-sizes.block_size // sizes.page_size)
-
-
-def _sequence(num_tokens: int, pages: range, temperature: float) -> Sequence:
+def _sequence(num_tokens: int, pages: Iterable[int], temperature: float) -> Sequence:
     request = Request("profile", (0,) * num_tokens, num_tokens + 1, SamplingParams(temperature))
     return Sequence(request, arrival=0, pages=array("i", pages))
 
@@ -108,7 +108,7 @@ def measure_costs(
     need more than `num_pages` are left out. `on_progress` gets the seconds that are over, and `MAX_SECONDS`.
     """
     seqs = sorted({*(1 << i for i in range(sizes.max_num_seqs.bit_length())), sizes.max_num_seqs})
-    seqs = [n for n in seqs if n <= sizes.max_num_seqs and pages_of(n, sizes) <= num_pages]
+    seqs = [n for n in seqs if pages_of(n, sizes) <= num_pages]
     ends = (seqs[0], seqs[-1])
     widths = sorted({width for _, width in runner.layout.graphs.drafts}) if runner.layout.graphs else []
     times: dict[Shape, float] = {}
@@ -144,28 +144,12 @@ def _rows(shape: Shape) -> NDArray[np.int64]:
     return np.array((shape.seqs - 1 + shape.drafting * (shape.rows - 1), shape.drafting * shape.block))
 
 
-def made_up(shape: Shape, sizes: Sizes, context: int = _CONTEXT) -> Batch:
-    """Return a step of made-up sequences after a context that is their first page over and over, shorter where
-    `sizes.padded_len` leaves no room for it, because RoPE's table ends there."""
-    batch = verify_batch(shape.seqs, shape.rows, sizes)
-    batch.block_rows = shape.block
-    room = sizes.padded_len - len(batch.decodes[0].seq.pages) * sizes.page_size
-    pages = max(0, min(context, sizes.max_model_len, room) // sizes.page_size)
-    for rows in batch.decodes:
-        rows.seq.pages = array("i", [rows.seq.pages[0]] * pages) + rows.seq.pages
-        rows.seq.token_ids = [0] * pages * sizes.page_size + rows.seq.token_ids
-        rows.start += pages * sizes.page_size
-    for rows in batch.decodes[shape.drafting :]:
-        rows.count, rows.num_drafts = 1, 0
-    return batch
-
-
 def _with_varied_tokens(runner: ModelRunner, inputs: StepInputs) -> StepInputs:
     """Return a step whose rows have different tokens, like those of text, in the place of anchors and drafts: rows of
     one token have the same experts, and a wide step would look too cheap."""
-    rows = np.arange(len(inputs.target.token_ids), dtype=np.int32)
-    varied = rows * 7919 % runner.forward.target.config.vocab_size
-    inputs.target = replace(inputs.target, token_ids=varied, token_source=rows)
+    target, vocab_size = inputs.target, runner.forward.target.config.vocab_size
+    target.token_source = np.arange(len(target.token_ids), dtype=np.int32)
+    target.token_ids = target.token_source * 7919 % vocab_size
     return inputs
 
 

@@ -41,15 +41,13 @@ class Refusal(NamedTuple):
 def _indivisible(facts: Facts) -> str:
     """Return the first number of a model that the ranks cannot share, or ""."""
     size, whole_draft = facts.config.tensor_parallel_size, facts.config.draft_tensor_parallel_size == 1
-    numbers = [("the target", *one) for one in _divided(facts.target, facts.target.vocab_size)] if facts.target else []
-    if facts.draft:
-        of_draft = _divided(facts.draft.decoder, facts.draft.draft_vocab_size)
-        numbers += [("the draft", *one) for one in of_draft if one[0] == _VOCAB or not whole_draft]
-    for model, what, number in numbers:
+    for what, number in _divided(facts.target, facts.target.vocab_size) if facts.target else ():
         if number % size:
-            could_be_whole = model == "the draft" and what != _VOCAB
-            hint = "; --draft-tensor-parallel-size 1 leaves its layers whole" if could_be_whole else ""
-            return f"{model} has {number} {what}, which {size} does not divide{hint}"
+            return f"the target has {number} {what}, which {size} does not divide"
+    for what, number in _divided(facts.draft.decoder, facts.draft.draft_vocab_size) if facts.draft else ():
+        if number % size and not (whole_draft and what != _VOCAB):
+            hint = "" if what == _VOCAB else "; --draft-tensor-parallel-size 1 leaves its layers whole"
+            return f"the draft has {number} {what}, which {size} does not divide{hint}"
     return ""
 
 
@@ -124,9 +122,7 @@ REFUSALS = (
     Refusal(
         "--verify {config.verify}",
         "a draft with blocks of fewer rows",
-        lambda facts: (
-            facts.target and isinstance(facts.config.verify, int) and not 1 <= facts.config.verify <= facts.block_size
-        ),
+        lambda facts: facts.target and facts.config.verify not in ("auto", "full", *range(1, facts.block_size + 1)),
         "a block has {block_size} rows; give 1 to {block_size}",
     ),
     Refusal(
@@ -148,6 +144,6 @@ def check(facts: Facts) -> None:
     """Raise UnsupportedError for the first combination that is refused."""
     for refusal in REFUSALS:
         if found := refusal.applies(facts):
-            config, text = facts.config, f"{refusal.flag}: {refusal.why}"
-            known = {"kind": facts.kind, "block_size": facts.block_size, "size": config.tensor_parallel_size}
-            raise UnsupportedError(text.format(config=config, found=found, **known))
+            known = {"kind": facts.kind, "block_size": facts.block_size, "size": facts.config.tensor_parallel_size}
+            text = f"{refusal.flag}: {refusal.why}"
+            raise UnsupportedError(text.format(config=facts.config, found=found, **known))

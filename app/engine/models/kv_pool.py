@@ -26,7 +26,8 @@ class KvPool:
         backend: Backend,
         states: StatePool | None = None,
     ) -> None:
-        num_layers, recurrent = config.num_kv_layers, states.layers if states else {}
+        self.states, num_layers = states, config.num_kv_layers
+        recurrent = states.layers if states else {}
         shape = (num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
         k, v = (backend.zeros(shape, dtype) for _ in range(2))
         kv = map(LayerKv, k, v)

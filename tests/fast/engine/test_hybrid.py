@@ -22,9 +22,10 @@ from app.engine.checkpoint.shapes import GatedDeltaConfig
 from app.engine.cuda.torch_backend import TorchCudaBackend
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import Engine
-from app.engine.load.made_up_steps import verify_batch
+from app.engine.load.made_up_steps import made_up
 from app.engine.load.memory import bytes_per_token, without_memory
 from app.engine.models.state_pool import StatePool
+from app.engine.schedule.costs import Shape
 from app.messages import Request
 from tests.costs import fast_ones
 from tests.fast.engine.bf16_margin import drafted, measured
@@ -361,7 +362,7 @@ def test_kv_is_counted_for_layers_with_attention_alone(pair: Pair):
 
 def test_timed_steps_touch_a_state_for_each_sequence_and_leave_no_trace(pair: Pair, reference: HybridReference):
     engine = make_engine(pair.target, pair.draft, page_size=4, max_model_len=96, max_num_seqs=2)
-    batch = verify_batch(2, BLOCK, engine.sizes)
+    batch = made_up(Shape(2, 2, BLOCK, BLOCK), engine.sizes)
     assert [rows.seq.state_slot for rows in batch.decodes] == [1, 2]
     engine.core.launch(batch).read()
     asked = requests(2)
