@@ -1,6 +1,5 @@
 """From an EngineConfig to a warm EngineCore: plan, weights, memory, checks."""
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from app.engine.device.factory import make_backend
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.dflash.model import DFlashModel
 from app.engine.dflash.self_test import check_attention
+from app.engine.dflash.startup_log import log_draft
 from app.engine.errors import UnsupportedError
 from app.engine.load.loader import OpenWeights, SafetensorsWeights, target_class
 from app.engine.load.made_up_steps import measure_costs, step_memory
@@ -45,8 +45,6 @@ from app.engine.step.inputs import Layout
 from app.engine.step.runner import ModelRunner, Tell
 from app.messages import Request
 
-logger = logging.getLogger(__name__)
-
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total): stage "target" and "draft" in bytes, "graphs" in graphs, "compile" in
 functions, "warm-up" in steps, "timing steps" in seconds."""
@@ -65,10 +63,8 @@ Join = Callable[[Backend], Rank]
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A loaded engine and its settled sizes. `draft` is None without a draft, `states` for one that is no hybrid.
-
-    Forwards are to be compiled if it `compiles`. `tuned` are launches that the device has chosen, if any.
-    """
+    """A loaded engine and its settled sizes. `states` are those of a hybrid. Forwards are to be compiled if it
+    `compiles`. `tuned` are launches that the device has chosen, if any."""
 
     core: EngineCore
     sizes: Sizes
@@ -97,15 +93,12 @@ def build_engine(
     open_weights: OpenWeights = SafetensorsWeights,
     join: Join = lambda backend: Rank(),
 ) -> Engine:
-    """Load and warm up an engine. `open_weights` may get weights from elsewhere than the folders' files, and `join`
-    returns rank 0. Raises UnsupportedError for what would run wrongly or does not fit, before weights are read if
-    possible."""
+    """Load and warm up an engine. `open_weights` may open others than the folders' files, and `join` returns rank 0.
+    Raises UnsupportedError for what would run wrongly or does not fit, before weights are read if possible."""
     with _explained(config, rank=0) as backend:
         runner, plan, tuned = _load(config, backend, on_progress, open_weights, join)
-        for warning in plan.draft.warnings if plan.draft else ():
-            logger.warning("draft: %s", warning)
         if plan.draft:
-            logger.info("draft: %s", ", ".join(f"{name} {value}" for name, value in plan.draft.report().items()))
+            log_draft(plan.draft, plan.dtype, plan.sizes.max_model_len)
         return _warm(runner, plan, tuned, on_progress)
 
 
@@ -147,9 +140,6 @@ def _load(
     token_bytes = plan.sharing * sum(bytes_per_token(decoder, plan.dtype) for decoder in plan.decoders)
     sizes, num_pages = settle_pages(config, plan.sizes, kv, token_bytes)
     plan = replace(plan, sizes=sizes, num_pages=num_pages)
-    if plan.draft and (limit := plan.draft.decoder.max_position_embeddings) < sizes.max_model_len:
-        text = "draft: its config.json allows %d positions, and --max-model-len is %d: few drafts beyond are right"
-        logger.warning(text, limit, sizes.max_model_len)
     runner = runner_over(plan, num_pages, tell, partial(on_progress, "graphs"))
     if plan.compiles and not runner.graphs:
         use_compiled(runner, config, partial(traced_forward, config, open_weights), partial(on_progress, "compile"))
@@ -158,8 +148,6 @@ def _load(
 
 def _check_device(plan: Plan, backend: Backend) -> None:
     """Raise UnsupportedError if an operator of the device cannot do what the models need, or does it wrongly."""
-    if plan.draft and plan.dtype == torch.float16:
-        logger.warning("draft: features overflow in float16, so few drafts are right; --dtype bfloat16 avoids that")
     if plan.target.moe:
         backend.check_experts(plan.target.moe, plan.target.hidden_size)
     for decoder in plan.decoders:
@@ -171,9 +159,8 @@ def _read_weights(
     plan: Plan, backend: Backend, comm: Comm, open_weights: OpenWeights, on_progress: Progress
 ) -> tuple[Target, DFlashModel | None]:
     """Read both models. The draft's files are opened, and refused if need be, before the target's are read."""
-    config, shape = plan.config, plan.draft
+    config, shape, of_draft = plan.config, plan.draft, None
     stored = open_weights(config.target, backend.device, plan.dtype, partial(on_progress, "target"))
-    of_draft = None
     if config.draft and shape:
         of_draft = open_weights(config.draft, backend.device, plan.dtype, partial(on_progress, "draft"))
         refuse_foreign_tensors(of_draft.names, biases=shape.decoder.qkv_bias)
@@ -217,10 +204,9 @@ def _runner(
     sizes, vocab, of_all = plan.sizes, plan.target.vocab_size, (plan.dtype, backend)
     sampler = Sampler(vocab, backend) if comm.size == 1 else ShardedSampler(vocab, backend, comm)
     counts = TokenCounts(sizes.max_num_seqs, vocab, backend)
-    # A recurrent layer reads decoding rows and chunks as groups.
     hybrid, first = states is not None, plan.draft.first_draft_row if plan.draft else 1
-    apart, on_host = backend.separate_prefill or hybrid, backend.lengths_on_host
-    layout = Layout(sizes.page_size, apart, first, hybrid, host_positions=on_host)
+    apart = backend.separate_prefill or hybrid  # a recurrent layer reads decoding rows and chunks as groups
+    layout = Layout(sizes.page_size, apart, first, hybrid, host_positions=backend.lengths_on_host)
     length = max(sizes.padded_len, plan.max_rows)
     tables = {(d.rope, d.head_dim): RotaryTable(d.rope, d.head_dim, length, *of_all) for d in plan.decoders}
     rotaries = [tables[d.rope, d.head_dim] for d in plan.decoders]  # one lookup for target and context KV
@@ -255,7 +241,7 @@ def _warm(runner: ModelRunner, plan: Plan, tuned: dict[str, str], on_progress: P
     """Run a request, time steps if their costs decide, and return the engine."""
     config, sizes, backend, states = plan.config, plan.sizes, runner.backend, runner.pools[0].states
     # A step may be launched before the last one is read if all of it comes from graphs, with lengths from the device.
-    graphs = runner.graphs if not backend.lengths_on_host else None
+    graphs = None if backend.lengths_on_host else runner.graphs
     overlap = graphs is not None and (bool(graphs.draft_graphs) or runner.forward.drafter is None)
 
     def core(policy: Policy) -> EngineCore:

@@ -26,8 +26,7 @@ MIN_MODEL_LEN = 2
 CPU_KV_BYTES = 4 << 30
 """KV memory on a CPU if none is given. At most half of free memory is taken, because steps and others need the rest."""
 CHECKPOINT_INTERVAL = PREFILL_SHARE
-"""Tokens between the places where prompts are cut, and their states kept: the rows that are left to prefill, so a chunk
-reaches the next place. The state of a 27B takes as much memory as KV of 2,300 tokens."""
+"""Tokens between the places where prompts are cut, and their states kept: a chunk of as many rows reaches the next."""
 PER_SEQUENCE = 2
 """Checkpoints for each sequence that may run, if the user gives no number: after its prompt and after its answer."""
 DEFAULT_SHARE = 4
@@ -56,8 +55,7 @@ def make_states(plan: Plan, backend: Backend, comm: Comm) -> StatePool | None:
         return None
     num_slots, of_slots = plan.sizes.max_num_seqs + 1, (plan.sizes.block_size, plan.dtype)
     needed = plan.sharing * StatePool(plan.target.gated_delta, num_slots, *of_slots, without_memory).nbytes
-    free, _ = backend.memory()
-    if needed > free:
+    if needed > (free := backend.memory()[0]):
         raise UnsupportedError(
             f"recurrent state of --max-num-seqs {num_slots - 1} takes {needed >> 20} MiB, and {free >> 20} MiB are "
             f"free on {backend.device}: give a smaller number"

@@ -79,16 +79,10 @@ class Forward:
         """Return `inputs` as tensors, after one copy, with their attention planned."""
         packed = Packed(arrays(inputs), self.backend)
         tensors = with_arrays(inputs, lambda name, _: packed.tensors[name])
+        size = self.page_size
         metas = [
-            AttentionMetadata(
-                group.query_start_loc,
-                group.seq_lens,
-                group.page_table,
-                group.query_lens,
-                group.host_seq_lens,
-                self.page_size,
-            )
-            for group in tensors.groups
+            AttentionMetadata(g.query_start_loc, g.seq_lens, g.page_table, g.query_lens, g.host_seq_lens, size)
+            for g in tensors.groups
         ]
         decoder = self.drafter.decoder if self.drafter and isinstance(inputs, DraftInputs) else self.target.config
         found = OnDevice(tensors, metas, packed, decoder)

@@ -151,8 +151,7 @@ class Layout:
             missing, each = size[0] - len(shares), self.graphs.padding_rows(*size)
             padding = [each] * missing + [size[1] - num_rows - each * missing]
             num_rows, entries = size[1], size[0]
-        every_row = np.arange(num_rows, dtype=np.int32)
-        token_source = logits_indices = every_row
+        token_source = logits_indices = np.arange(num_rows, dtype=np.int32)
         if batch.prefills:
             ends = accumulate(counts)
             firsts = [end - share.num_drafts - 1 for share, end in zip(shares, ends, strict=True) if share.needs_logits]
@@ -160,7 +159,7 @@ class Layout:
         if any(num_drafts):
             drafts = _ranges([first + 1 for first in logits_start], num_drafts)
             places_of_drafts = _ranges([index * draft_columns for index in draft_index], num_drafts)
-            token_source = every_row.copy()
+            token_source = token_source.copy()
             token_source[logits_indices[drafts]] = num_rows + places_of_drafts
         parts = (batch.decodes, batch.prefills) if self.separate_prefill and not size else (shares,)
         places = entries + bool(size)

@@ -42,7 +42,7 @@ class Machine:
 
 def measured(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> CostTable:
     layout = SimpleNamespace(build=lambda shape: shape, graphs=None)
-    runner = SimpleNamespace(launch=machine.launch, layout=layout)
+    runner = SimpleNamespace(launch=machine.launch, rollback=lambda: None, layout=layout)
     monkeypatch.setattr(time_steps, "time", machine)
     monkeypatch.setattr(time_steps, "made_up", lambda shape, sizes: shape)
     monkeypatch.setattr(time_steps, "_with_varied_tokens", lambda runner, shape: shape)
@@ -106,6 +106,9 @@ class Device:
 
     def perf_counter(self) -> float:
         return self.now
+
+    def rollback(self) -> None:
+        pass
 
     def launch(self, shape: Shape) -> SimpleNamespace:
         self.now += 0.001
