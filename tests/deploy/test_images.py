@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests import ROOT
 from tests.images.build import BASES, copied_tree
-from tests.images.report import BEGIN, END, Row, into_page, table
+from tests.images.report import BEGIN, END, table
 
 PAGE = (ROOT / "docs" / "images.md").read_text(encoding="utf-8")
 
@@ -25,18 +25,6 @@ ARGUMENTS = {
     "PYTHON_IMAGE": (ROOT / "docker" / "Dockerfile.cpu").read_text(encoding="utf-8"),
     "TINI_IMAGE": (ROOT / "docker" / "Dockerfile.npu").read_text(encoding="utf-8"),
 }
-
-
-def test_a_page_keeps_all_but_the_result(tmp_path: Path) -> None:
-    page = tmp_path / "images.md"
-    page.write_text(f"head\n{BEGIN}\nold\n{END}\ntail\n")
-    rows = [Row("cpu", "build", "1.31 GB", 70.4), Row("host", "afterwards", "as before")]
-    into_page(page, "make test-images", rows)
-    into_page(page, "make test-images", rows)
-    text = page.read_text()
-    assert text.startswith("head\n") and text.endswith(f"{END}\ntail\n") and "old" not in text
-    assert text.count("| cpu | build | 1.31 GB | 70 |\n| host | afterwards | as before |  |\n") == 1
-    assert text.count("$ make test-images\n") == 1
 
 
 def test_the_page_shows_a_run_in_which_everything_held() -> None:

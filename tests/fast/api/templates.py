@@ -71,13 +71,31 @@ ASK = {"model": "tiny", "messages": [HELLO]}
 Start = Callable[..., Server]
 
 
-@pytest.fixture
-def start(model_folder: Path) -> Iterator[Start]:
-    """Starts a server of this test's own with a template and settings."""
+@pytest.fixture(scope="module")
+def started(model_folder: Path) -> Iterator[Start]:
+    """Start one server for each template and settings of a module."""
+    servers: dict[str, Server] = {}
+
+    def started(**given: Any) -> Server:
+        if (key := repr(given)) not in servers:
+            servers[key] = stack.enter_context(serving_ready(model_folder, **given))
+        return servers[key]
+
     with contextlib.ExitStack() as stack:
-        yield lambda template=QWEN, **settings: stack.enter_context(
-            serving_ready(model_folder, template=template, **settings)
-        )
+        yield started
+
+
+@pytest.fixture
+def start(started: Start) -> Start:
+    """Return a function that yields a server with a template and settings, as new."""
+
+    def start(template: str = QWEN, **settings: Any) -> Server:
+        server = started(template=template, **settings)
+        server.settle()
+        server.script.plan([2])
+        return server
+
+    return start
 
 
 def prompt_of(server: Server, path: str = "/v1/chat/completions", **fields: Any) -> str:

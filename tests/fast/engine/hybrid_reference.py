@@ -60,24 +60,24 @@ class HybridReference(ReferenceTarget):
         rate, bias = weights[f"{name}.A_log"].exp(), weights[f"{name}.dt_bias"]
         mixed = self._linear(x, f"{name}.in_proj_qkv")
         matrix, window = past or Delta(x.new_zeros(v_heads, k_dim, v_dim), x.new_zeros(3, mixed.shape[1]))
+        inputs = torch.cat([window, mixed])
+        convolved = F.silu((inputs.unfold(0, 4, 1) * taps).sum(-1))
+        q, k, v = convolved.split([keys, keys, v_heads * v_dim], dim=1)
+        q, k = (y.view(-1, k_heads, k_dim) for y in (q, k))
+        q, k = (y * torch.rsqrt((y * y).sum(-1, keepdim=True) + 1e-6) for y in (q, k))
+        q, k = (y.repeat_interleave(v_heads // k_heads, dim=1)[:, :, None] for y in (q * k_dim**-0.5, k))
+        v = v.view(-1, v_heads, 1, v_dim)
+        decay = torch.exp(-rate * F.softplus(self._linear(x, f"{name}.in_proj_a") + bias))[:, :, None, None]
+        beta = torch.sigmoid(self._linear(x, f"{name}.in_proj_b"))[:, :, None, None]
         outputs = []
-        for t, u in enumerate(mixed):
-            window = torch.cat([window, u[None]])
-            q, k, v = F.silu((window * taps.t()).sum(dim=0)).split([keys, keys, v_heads * v_dim])
-            window = window[1:]
-            q, k = (y.view(k_heads, k_dim) for y in (q, k))
-            q, k = (y * torch.rsqrt((y * y).sum(-1, keepdim=True) + 1e-6) for y in (q, k))
-            q, k = (y.repeat_interleave(v_heads // k_heads, dim=0) for y in (q * k_dim**-0.5, k))
-            decay = torch.exp(-rate * F.softplus(self._linear(x[t], f"{name}.in_proj_a") + bias))
-            beta = torch.sigmoid(self._linear(x[t], f"{name}.in_proj_b"))
-            matrix = matrix * decay[:, None, None]
-            d = beta[:, None] * (v.view(v_heads, v_dim) - torch.einsum("hkv,hk->hv", matrix, k))
-            matrix = matrix + torch.einsum("hk,hv->hkv", k, d)
-            outputs.append(torch.einsum("hkv,hk->hv", matrix, q))
-        o = torch.stack(outputs)
+        for t in range(len(x)):
+            matrix = matrix * decay[t]
+            matrix = matrix + k[t].transpose(1, 2) * (beta[t] * (v[t] - k[t] @ matrix))
+            outputs.append(q[t] @ matrix)
+        o = torch.stack(outputs)[:, :, 0]
         o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + config.rms_norm_eps) * weights[f"{name}.norm.weight"]
         gate = F.silu(self._linear(x, f"{name}.in_proj_z"))
-        return self._linear(o.flatten(1) * gate, f"{name}.out_proj"), Delta(matrix, window)
+        return self._linear(o.flatten(1) * gate, f"{name}.out_proj"), Delta(matrix, inputs[-3:])
 
     def _attention(
         self, x: Tensor, name: str, past: tuple[Tensor, Tensor] | None

@@ -187,7 +187,7 @@ def plain_texts(pair: Pair) -> Callable[[bool], dict[str, list[int]]]:
     return texts
 
 
-FAST_CASES = [f"{phase}, drafts" for phase in ("admission", "chunk", "build", "draft", "counts", "accept", "publish")]
+FAST_CASES = [f"{phase}, drafts" for phase in ("admission", "build", "counts", "accept")]
 
 
 @pytest.mark.parametrize(

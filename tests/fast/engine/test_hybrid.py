@@ -75,11 +75,9 @@ def text(reference: HybridReference) -> Any:
 # Logits
 
 
-@pytest.mark.parametrize(
-    ("shape", "chunk"), [({}, 1), ({}, 7), ({}, 64), ({}, None), ({"experts": 8}, 7), ({"experts": 8}, None)], ids=str
-)
-def test_rows_are_the_references_however_the_text_is_cut(tmp_path, shape, chunk):
-    pair = make_hybrid_pair(tmp_path, seed=2, **shape)
+@pytest.mark.parametrize("chunk", [1, 7, 64, None])
+def test_rows_are_the_references_however_the_text_is_cut(tmp_path, chunk):
+    pair = make_hybrid_pair(tmp_path, seed=2, experts=0 if chunk in (1, 64) else 8)
     tokens, reference = prompt_of(70), HybridReference(pair.target)
     feeder = Feeder(make_engine(pair.target, pair.draft, page_size=4, max_model_len=96, max_num_seqs=2))
     seq = feeder.feed_whole(tokens, chunk)
@@ -158,10 +156,8 @@ def test_in_bfloat16_drafts_hit_and_a_difference_is_within_that_of_other_operato
 
 
 CASES = [
-    Case(concurrency=4, page_size=4, block_size=8),
     Case(concurrency=4, page_size=1, chunked=True, preempted=True, temperature=None, sampling="all"),
     Case(concurrency=4, page_size=16, speculation="half", block_size=4, temperature=0.7, path="graphs"),
-    Case(concurrency=4, page_size=4, block_size=8, path="overlap"),
     Case(concurrency=4, page_size=4, block_size=16, path="overlap", chunked=True),
 ]
 
@@ -215,7 +211,7 @@ def check_slots(engine: Engine) -> None:
     assert len(owned) <= len(scheduler.running) + 1
 
 
-@pytest.mark.parametrize("cut", fast_ones(range(BLOCK), (0, 4, BLOCK - 1)))
+@pytest.mark.parametrize("cut", fast_ones(range(BLOCK), (4,)))
 def test_every_accepted_count_says_the_text_and_leaves_its_state(pair, reference, text, cut):
     engine = make_planted_engine(pair, page_size=4, max_model_len=64, max_num_seqs=3)
     texts = {f"r{length}": list(text(length)) for length in (1, 9)}

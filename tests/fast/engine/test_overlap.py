@@ -274,9 +274,7 @@ def undisturbed_texts(lucky: Pair) -> dict[str, list[int]]:
     return undisturbed(eager(lucky, **CHUNKED), requests(6))
 
 
-@pytest.mark.parametrize(
-    "phase", fast_ones([phase for phase in PHASES if phase != "counts"], ("more pages", "draft", "verify", "read"))
-)
+@pytest.mark.parametrize("phase", fast_ones([phase for phase in PHASES if phase != "counts"], ("draft", "read")))
 def test_a_sequence_that_raises_is_dropped_and_its_neighbours_say_the_same(
     lucky: Pair, undisturbed_texts: dict[str, list[int]], phase: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -48,7 +48,7 @@ def text(pair: Pair, target: ReferenceTarget) -> Text:
     return lambda *args: list(make(*args))
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["cold", "cached"])
+@pytest.fixture(scope="module", params=fast_ones([False, True], (False,)), ids=["cold", "cached"])
 def engine_of(pair: Pair, request: pytest.FixtureRequest) -> Callable[..., Engine]:
     """Engines are used again and again, so their pages are full of what others left behind; and with a prefix cache the
     same prompts come again and again. The plan of a text is the same in both."""

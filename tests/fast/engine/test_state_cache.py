@@ -101,7 +101,7 @@ def last_full_page(length: int) -> int:
 # Hits
 
 
-@pytest.mark.parametrize("length", [1, 4, 5, 21, 24])
+@pytest.mark.parametrize("length", [1, 5, 24])
 def test_a_prompt_that_comes_again_hits_up_to_its_last_page(pair: Pair, reference: HybridReference, length: int):
     chat = Chat(engine_of(pair), reference)
     for _ in range(2):
@@ -122,7 +122,7 @@ def test_a_conversation_hits_up_to_the_last_page_of_the_answer(pair: Pair, refer
     assert chat.watch.num_checked >= 6
 
 
-@pytest.mark.parametrize("max_tokens", fast_ones(range(4, 10), (5, 6, 7, 8)))
+@pytest.mark.parametrize("max_tokens", fast_ones(range(4, 10), (6, 7)))
 @pytest.mark.parametrize("speculate", [True, False])
 def test_steps_that_overlap_leave_the_same_checkpoints(pair, reference, max_tokens, speculate):
     with device_lengths():
@@ -158,7 +158,7 @@ def test_a_prompt_that_fails_between_its_chunks_gives_the_spare_slot_back(pair, 
     assert not engine.core.has_work, "a later prompt waits for ever"
 
 
-@pytest.mark.parametrize("cut", fast_ones(range(BLOCK), (0, 3, BLOCK - 1)))
+@pytest.mark.parametrize("cut", fast_ones(range(BLOCK), (3,)))
 def test_an_answer_of_any_accepted_count_is_continued(pair: Pair, reference: HybridReference, cut: int):
     engine = make_planted_engine(pair, page_size=PAGE, max_model_len=96, max_num_seqs=2, prefix_caching=True)
     watch, prompt = WatchedStates(engine, reference), tokens_of(9)

@@ -62,6 +62,7 @@ from app.engine.step.inputs import Layout, StepInputs
 from app.engine.step.runner import ModelRunner, PendingStep
 from app.messages import Request, SamplingParams
 from tests import UNTIMED
+from tests.costs import fast_ones
 from tests.fast.engine import lossless, thread_ranks
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.live_bytes import LiveBytes
@@ -303,7 +304,7 @@ CASES = {
 }
 
 
-LONG_CASES = {"four ranks", "from graphs", "overlapped"}
+FAST_CASES = {"drawn, with filters and penalties", "preempted", "a hybrid, cached", "a whole draft on each"}
 
 
 @pytest.fixture(scope="module")
@@ -311,9 +312,7 @@ def lucky(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return make_pair(tmp_path_factory.mktemp("lucky"), **LUCKY_EVEN)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in LONG_CASES)) for name in CASES]
-)
+@pytest.mark.parametrize("name", fast_ones(CASES, FAST_CASES))
 def test_dflash_on_ranks_changes_no_token(tmp_path: Path, lucky: Pair, name: str):
     """On equals off exactly on the same ranks, equals one rank by the margin rule, and accepts as many drafts."""
     case, options = CASES[name]
@@ -353,7 +352,7 @@ def pair_of(folder: Path, name: str, **shape: Any) -> Pair:
     return make_pair(folder, **(FAMILIES | SPARSE)[name] | shape)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *SPARSE, *HYBRID])
+@pytest.mark.parametrize("name", fast_ones([*FAMILIES, *SPARSE, *HYBRID], [*FAMILIES, *SPARSE, *HYBRID][::3]))
 def test_every_family_is_shared(tmp_path: Path, name: str):
     made = pair_of(tmp_path, name, vocab_size=96, block_size=4)
     alone, shared = subjects(made, count=2, tokens=9)

@@ -138,7 +138,8 @@ def test_costs_are_timed_without_a_trace_in_what_is_served(full: dict[str, list[
     assert core.run(requests()) == full
 
 
-def test_sizes_that_the_pages_do_not_hold_are_not_timed(tmp_path: Path) -> None:
+def test_sizes_that_the_pages_do_not_hold_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "MAX_SECONDS", 0.3)
     pair = make_pair(tmp_path, block_size=8)
     config = {"target": pair.target, "draft": pair.draft, "page_size": 8, "max_num_batched_tokens": 64}
     built = build_engine(EngineConfig(device="cpu", max_num_seqs=8, **UNTIMED | config))
@@ -168,7 +169,8 @@ def test_a_width_that_no_block_has_is_refused(verify: int) -> None:
 
 
 @pytest.mark.parametrize("block_size", fast_ones([2, 3, 4, 5], (2, 5)))
-def test_the_policy_of_blocks_that_are_narrower_than_a_probe_starts_with_graphs(tmp_path, block_size):
+def test_the_policy_of_blocks_that_are_narrower_than_a_probe_starts_with_graphs(tmp_path, monkeypatch, block_size):
+    monkeypatch.setattr(costs, "MAX_SECONDS", 0.3)
     pair = make_pair(tmp_path, block_size=block_size)
     config = {"target": pair.target, "draft": pair.draft, "page_size": 8, "max_num_batched_tokens": 64}
     built = build_engine(
