@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -26,13 +26,12 @@ from app.engine.errors import UnsupportedError
 from app.engine.load.loader import OpenWeights, SafetensorsWeights, target_class
 from app.engine.load.made_up_steps import measure_costs, step_memory
 from app.engine.load.memory import bytes_per_token, check_weights, kv_bytes, make_state_slots, make_states, settle_pages
-from app.engine.load.plan import Plan, Sizes, kind_of, make_plan, name_of
+from app.engine.load.plan import Plan, Sizes, make_plan, name_of
 from app.engine.load.refusals import Facts, check
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.rope import RotaryTable
 from app.engine.models.state_pool import StatePool
 from app.engine.models.target import Target
-from app.engine.models.weights import Weights
 from app.engine.sampling.penalties import TokenCounts
 from app.engine.sampling.sampler import Sampler
 from app.engine.sampling.sharded import ShardedSampler
@@ -113,7 +112,7 @@ def build_runner(
 @contextmanager
 def _explained(config: EngineConfig, rank: int) -> Iterator[Backend]:
     """Yield the backend of a rank. Errors of its device get a note with their meaning."""
-    check(Facts(config, kind_of(config)))
+    check(Facts(config))
     backend = make_backend(config.device, rank=rank, batch_invariant=config.batch_invariant)
     try:
         yield backend
@@ -130,7 +129,11 @@ def _load(
     comm, tell = join(backend)
     assert comm.size == config.tensor_parallel_size
     plan = plan.shard(comm.size)
-    _check_device(plan, backend)
+    if plan.target.moe:
+        backend.check_experts(plan.target.moe, plan.target.hidden_size)
+    for decoder in plan.decoders:
+        backend.check(decoder.head_dim, plan.sizes.block_size, plan.sizes.page_size, plan.dtype)
+        check_attention(backend, decoder, plan.sizes.page_size, plan.sizes.block_size, plan.dtype)
     target, draft = _read_weights(plan, backend, comm, open_weights, on_progress)
     tuned = _tuned(plan, backend, target) if config.tune == "auto" and comm.size == 1 else {}  # ranks launch alike
     states = make_states(plan, backend, comm)
@@ -144,15 +147,6 @@ def _load(
     if plan.compiles and not runner.graphs:
         use_compiled(runner, config, partial(traced_forward, config, open_weights), partial(on_progress, "compile"))
     return runner, plan, tuned
-
-
-def _check_device(plan: Plan, backend: Backend) -> None:
-    """Raise UnsupportedError if an operator of the device cannot do what the models need, or does it wrongly."""
-    if plan.target.moe:
-        backend.check_experts(plan.target.moe, plan.target.hidden_size)
-    for decoder in plan.decoders:
-        backend.check(decoder.head_dim, plan.sizes.block_size, plan.sizes.page_size, plan.dtype)
-        check_attention(backend, decoder, plan.sizes.page_size, plan.sizes.block_size, plan.dtype)
 
 
 def _read_weights(
@@ -229,12 +223,8 @@ def _runner(
 
 def traced_forward(config: EngineConfig, open_weights: OpenWeights = SafetensorsWeights) -> Forward:
     """Return a forward over shapes of weights, which torch.export can trace. No weights are read."""
-
-    def shapes(*arguments: Any) -> Weights:
-        return Shapes(open_weights(*arguments))
-
-    backend = TracedBackend(torch.device("cpu"))
-    return _load(traced_config(config), backend, lambda *_: None, shapes, lambda _: Rank())[0].forward
+    own = traced_config(config), TracedBackend(torch.device("cpu"))
+    return _load(*own, lambda *_: None, lambda *folder: Shapes(open_weights(*folder)), lambda _: Rank())[0].forward
 
 
 def _warm(runner: ModelRunner, plan: Plan, tuned: dict[str, str], on_progress: Progress) -> Engine:
@@ -257,7 +247,15 @@ def _warm(runner: ModelRunner, plan: Plan, tuned: dict[str, str], on_progress: P
         )
         return EngineCore(scheduler, runner, overlap=overlap)
 
-    _warm_up(core(Policy(sizes.block_size)), sizes, on_progress)
+    # The first client should not pay for lazy initialisation. The cached pages and counters go with this core.
+    first, num_steps = core(Policy(sizes.block_size)), 2  # one without drafts and one with a block, which may be slow
+    first.add(Request("warm-up", (0,), max_tokens=min(num_steps * sizes.block_size, sizes.max_model_len - 1)))
+    for done in range(num_steps):
+        if first.has_work:
+            first.step()
+            if first.faults.error:
+                raise first.faults.error
+        on_progress("warm-up", done + 1, num_steps)
     costs = None
     if config.verify == "auto" and sizes.block_size > 1:
         costs = measure_costs(runner, sizes, plan.num_pages, partial(on_progress, "timing steps"), overlap=overlap)
@@ -266,16 +264,3 @@ def _warm(runner: ModelRunner, plan: Plan, tuned: dict[str, str], on_progress: P
         serving.scheduler.pool.events = CacheEvents()
     shapes = plan.target, plan.draft, states
     return Engine(serving, sizes, str(backend.device), name_of(plan.dtype), *shapes, plan.compiles, tuned)
-
-
-def _warm_up(core: EngineCore, sizes: Sizes, on_progress: Progress) -> None:
-    """Run a short request, because the first client should not pay for lazy initialisation. `core` is used for nothing
-    else, so its cached pages and counters go with it."""
-    num_steps = 2  # one without drafts and one with a block: another block of a slow machine takes seconds
-    core.add(Request("warm-up", (0,), max_tokens=min(num_steps * sizes.block_size, sizes.max_model_len - 1)))
-    for done in range(num_steps):
-        if core.has_work:
-            core.step()
-            if core.faults.error:
-                raise core.faults.error
-        on_progress("warm-up", done + 1, num_steps)

@@ -61,34 +61,27 @@ class SafetensorsWeights:
         return sum(n * (2 if name.endswith("_blocks") else 1) for name, n in numbers.items()) * self._dtype.itemsize
 
     def get(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        dtype = dtype or self._dtype
-        stored = self._stored(name, shape, part)
-        kinds, otherwise = _KINDS.get(dtype, (_FRACTIONS, ": quantised weights are not supported yet"))
-        if stored.dtype not in kinds:
-            found = str(stored.dtype).removeprefix("torch.")
-            raise UnsupportedError(f"{self._files[name].file}: tensor {name} is {found}{otherwise}")
-        return stored.to(self._device, dtype)
-
-    def _stored(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
-        """Return a tensor of `shape` as it is in the file, or only the `part` of it."""
         if name not in self._files:
             raise UnsupportedError(f"{self._folder}: tensor {name} is missing")
         path, stored_name, stored_shape = self._files[name]
         if tuple(stored_shape) != shape:
             both = f"{name} has shape {stored_shape}, the config wants {list(shape)}"
             raise UnsupportedError(f"{self._folder}: tensor {both}")
-        stored = self._open[path].get_slice(stored_name)
         if part is None:
             tensor: Tensor = self._open[path].get_tensor(stored_name)
             self._read += tensor.nbytes
         else:
-            before = (slice(None),) * part.axis
+            stored, before = self._open[path].get_slice(stored_name), (slice(None),) * part.axis
             read = [stored[(*before, slice(own.start, own.stop))] for own in part.ranges]
             tensor = read[0].contiguous() if len(read) == 1 else torch.cat(read, dim=part.axis)
             self._read += tensor.nbytes // tensor.shape[part.axis] * shape[part.axis]
         self._used.add(name)
         self._on_progress(self._read, self._total)
-        return tensor
+        dtype = dtype or self._dtype
+        kinds, otherwise = _KINDS.get(dtype, (_FRACTIONS, ": quantised weights are not supported yet"))
+        if tensor.dtype not in kinds:
+            raise UnsupportedError(f"{path}: tensor {name} is {str(tensor.dtype).removeprefix('torch.')}{otherwise}")
+        return tensor.to(self._device, dtype)
 
     @property
     def names(self) -> Iterable[str]:

@@ -34,9 +34,7 @@ of its time than of a step that drafts."""
 
 def step_memory(runner_over: Callable[[int], ModelRunner], backend: Backend, sizes: Sizes) -> int:
     """Return the bytes that the widest step takes at its peak. `runner_over` makes a runner over a number of pages.
-
-    Raises UnsupportedError if there is too little memory for that.
-    """
+    Raises UnsupportedError if there is too little memory for that."""
     batch = _widest_step(sizes)
     num_pages = 1 + max(max(share.seq.pages) for share in batch.rows)
     try:
@@ -65,10 +63,8 @@ def _widest_step(sizes: Sizes) -> Batch:
 
 def made_up(shape: Shape, sizes: Sizes, context: int = _CONTEXT, temperature: float = 0.0) -> Batch:
     """Return a decode step of made-up sequences, whose blocks lie one after another in the first pages of the pool.
-
-    Before a block is a context, which is its first page over and over, shorter where `sizes.padded_len` leaves no room
-    for it, because RoPE's table ends there.
-    """
+    Their context is their first page over and over, shorter where `sizes.padded_len` leaves no room for it, because
+    RoPE's table ends there."""
     batch, page_size = Batch(block_rows=shape.block), sizes.page_size
     for i in range(shape.seqs):
         first, in_page = divmod(i * sizes.block_size, page_size)

@@ -2,11 +2,10 @@
 
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
-from torch import Tensor
 
 from app.config.engine import EngineConfig
 from app.engine.checkpoint.shapes import DecoderConfig
@@ -21,6 +20,8 @@ from app.engine.schedule.state_slots import StateSlots
 
 logger = logging.getLogger(__name__)
 
+SIZES_ONLY = partial(torch.empty, device="meta")
+"""Makes tensors without memory."""
 MIN_MODEL_LEN = 2
 """A token of prompt and one of answer."""
 CPU_KV_BYTES = 4 << 30
@@ -54,7 +55,7 @@ def make_states(plan: Plan, backend: Backend, comm: Comm) -> StatePool | None:
     if plan.target.gated_delta is None:
         return None
     num_slots, of_slots = plan.sizes.max_num_seqs + 1, (plan.sizes.block_size, plan.dtype)
-    needed = plan.sharing * StatePool(plan.target.gated_delta, num_slots, *of_slots, without_memory).nbytes
+    needed = plan.sharing * StatePool(plan.target.gated_delta, num_slots, *of_slots, SIZES_ONLY).nbytes
     if needed > (free := backend.memory()[0]):
         raise UnsupportedError(
             f"recurrent state of --max-num-seqs {num_slots - 1} takes {needed >> 20} MiB, and {free >> 20} MiB are "
@@ -94,11 +95,6 @@ def make_state_slots(states: StatePool, sizes: Sizes) -> StateSlots:
     interval = math.lcm(sizes.page_size, CHUNK)
     interval *= max(1, CHECKPOINT_INTERVAL // interval)
     return StateSlots(sizes.max_num_seqs, states.num_checkpoints, interval)
-
-
-def without_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a tensor that has a size and no memory."""
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def kv_bytes(plan: Plan, backend: Backend, states: StatePool | None, step: int) -> int:

@@ -10,7 +10,6 @@ from app.engine.checkpoint.read import Checkpoints
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.compile.packages import is_compiled
 from app.engine.device.base import Backend, Defaults
-from app.engine.device.factory import found_device
 from app.engine.errors import UnsupportedError
 from app.engine.load.refusals import Facts, check
 from app.engine.schedule.page_pool import SCRATCH_PAGES
@@ -26,10 +25,8 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Settled sizes. `block_size` is 1 without a draft. A sequence's pages cover `padded_len` positions.
-
-    Padded page tables and padding rows point to the first `scratch_pages` pages.
-    """
+    """Settled sizes. `block_size` is 1 without a draft. A sequence's pages cover `padded_len` positions. Padded page
+    tables and padding rows point to the first `scratch_pages` pages."""
 
     block_size: int
     max_model_len: int
@@ -50,10 +47,8 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Shapes, dtype and sizes of an engine, or of one rank's share of it. Without graphs `graph_sizes` is None.
-
-    `sharing` ranks share one memory: all of them on a host, else each has its own. `num_pages` are settled last.
-    """
+    """Shapes, dtype and sizes of an engine, or of one rank's share of it. `sharing` ranks share one memory: all of them
+    on a host, else each has its own. `num_pages` are settled last."""
 
     config: EngineConfig
     model_type: str
@@ -92,7 +87,7 @@ def make_plan(config: EngineConfig, models: Checkpoints, backend: Backend) -> Pl
     """Return the plan of all ranks together. Raises UnsupportedError for a wish that cannot be met."""
     target, draft = models.target, models.draft
     dtype = dtype_of(config, target, backend)
-    check(Facts(config, kind_of(config), target, draft, name_of(dtype)))
+    check(Facts(config, target, draft, name_of(dtype)))
     compiles = is_compiled(config, backend, target, dtype)
     if delta := target.gated_delta:
         backend.check_gated_delta(delta.num_v_heads, delta.k_head_dim, delta.v_head_dim)
@@ -103,11 +98,6 @@ def make_plan(config: EngineConfig, models: Checkpoints, backend: Backend) -> Pl
         sizes = replace(sizes, scratch_pages=-(-graph_sizes.max_rows // sizes.page_size))
     sharing = config.tensor_parallel_size if backend.memory_is_host else 1
     return Plan(config, models.model_type, target, draft, dtype, sizes, graph_sizes, compiles, sharing)
-
-
-def kind_of(config: EngineConfig) -> str:
-    """Return "cpu", "cuda" or "npu"."""
-    return found_device(config.device).partition(":")[0]
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -1,7 +1,5 @@
-"""Settings that do not go together, or not with a model. docs/operations.md prints the table.
-
-A limit of a device, of memory or of a tensor is refused where it is known.
-"""
+"""Settings that do not go together, or not with a model. docs/operations.md prints the table. A limit of a device, of
+memory or of a tensor is refused where it is known."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,19 +7,24 @@ from typing import Any, NamedTuple
 from app.config.engine import EngineConfig
 from app.engine.checkpoint.decoder import EXPERTS_ALIGNMENT
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
+from app.engine.device.factory import found_device
 from app.engine.errors import UnsupportedError
 
 _VOCAB = "tokens in its vocabulary"
 
 
 class Facts(NamedTuple):
-    """What decides: the settings, the device's kind ("cpu", "cuda" or "npu"), and once known the models and dtype."""
+    """What decides: the settings, and once known the models and dtype."""
 
     config: EngineConfig
-    kind: str
     target: DecoderConfig | None = None
     draft: DFlashConfig | None = None
     dtype: str = ""
+
+    @property
+    def kind(self) -> str:
+        """Return "cpu", "cuda" or "npu"."""
+        return found_device(self.config.device).partition(":")[0]
 
     @property
     def block_size(self) -> int:
@@ -29,8 +32,8 @@ class Facts(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """A setting that is refused in combination with `other` if `applies`. Facts, and what it
-    found, fill the texts. `why` ends with what to do, after a semicolon."""
+    """A setting that is refused with `other` if `applies`. Facts, and what it found, fill the texts. `why` ends with
+    what to do, after a semicolon."""
 
     flag: str
     other: str

@@ -1,6 +1,6 @@
 """The memory of recurrent layers: a slot for each sequence."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from app.engine.checkpoint.shapes import GatedDeltaConfig
 
-Zeros = Callable[[Sequence[int], torch.dtype], Tensor]
+Zeros = Callable[..., Tensor]
+"""`Backend.zeros`."""
 
 SCRATCH_SLOT = 0
 """Slot of padding sequences. It always begins as zeros, so it stays finite."""
@@ -69,10 +70,10 @@ class StatePool:
         num_checkpoints: int = 0,
     ) -> None:
         slots = (len(config.layers), num_slots + 1)
-        matrix = zeros((*slots, config.num_v_heads, config.k_head_dim, config.v_head_dim), torch.float32)
-        conv = zeros((*slots, config.conv_kernel - 1, config.channels), dtype)
-        pending = zeros((*slots, block_size, config.input_width), dtype)
-        num_tokens = zeros(slots, torch.int32)
+        matrix = zeros((*slots, config.num_v_heads, config.k_head_dim, config.v_head_dim), dtype=torch.float32)
+        conv = zeros((*slots, config.conv_kernel - 1, config.channels), dtype=dtype)
+        pending = zeros((*slots, block_size, config.input_width), dtype=dtype)
+        num_tokens = zeros(slots, dtype=torch.int32)
         layers = zip(matrix, conv, pending, num_tokens, strict=True)
         self.layers = {i: LayerState(*tensors) for i, tensors in zip(config.layers, layers, strict=True)}
         self.num_slots = num_slots

@@ -23,7 +23,7 @@ from app.engine.cuda.torch_backend import TorchCudaBackend
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import Engine
 from app.engine.load.made_up_steps import made_up
-from app.engine.load.memory import bytes_per_token, without_memory
+from app.engine.load.memory import SIZES_ONLY, bytes_per_token
 from app.engine.models.state_pool import StatePool
 from app.engine.schedule.costs import Shape
 from app.messages import Request
@@ -343,7 +343,7 @@ QWEN3_5_27B = GatedDeltaConfig(
 
 
 def test_pending_rows_of_a_27b_take_less_than_16_mb_a_sequence():
-    pool = StatePool(QWEN3_5_27B, 1, 16, torch.bfloat16, without_memory)
+    pool = StatePool(QWEN3_5_27B, 1, 16, torch.bfloat16, SIZES_ONLY)
     print(f"27B: {pool.slot_bytes:,} bytes of state and {pool.pending_bytes:,} of pending rows a sequence")
     assert pool.pending_bytes == 48 * 16 * (10240 + 96) * 2 < 16_000_000
     assert pool.slot_bytes == 48 * (48 * 128 * 128 * 4 + 3 * 10240 * 2 + 4)

@@ -49,4 +49,4 @@ def test_a_combination_is_refused_by_name_before_weights_are_read(row, example, 
 
 def test_the_defaults_are_refused_nowhere() -> None:
     for kind in ("cpu", "cuda", "npu"):
-        check(Facts(EngineConfig(Path("target"), compile=False), kind))
+        check(Facts(EngineConfig(Path("target"), device=kind, compile=False)))
