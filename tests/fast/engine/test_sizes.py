@@ -39,24 +39,24 @@ def settled(block_size: int = 8, **wishes: int) -> Sizes:
 # Sizes
 
 
-def test_with_no_wishes_the_device_and_the_model_decide():
-    assert settled(block_size=8) == Sizes(8, LIMIT, 32, 2048, 16)
-
-
-def test_the_derived_budget_lets_every_sequence_verify_a_block_and_prefill_go_on_beside():
-    assert settled(block_size=16, max_num_seqs=200).max_num_batched_tokens == 200 * 16 + 512
-    assert settled(block_size=16, max_num_seqs=2).max_num_batched_tokens == 2048
-
-
-@pytest.mark.parametrize(("tokens", "seqs"), [(64, 8), (63, 7), (8, 1), (100_000, 32)])
-def test_the_number_of_sequences_is_derived_from_the_budget(tokens, seqs):
-    sizes = settled(block_size=8, max_num_batched_tokens=tokens)
-    assert (sizes.max_num_seqs, sizes.max_num_batched_tokens) == (seqs, tokens)
-
-
-def test_wishes_that_fit_are_kept():
-    wishes = {"max_model_len": 500, "max_num_seqs": 4, "max_num_batched_tokens": 32, "page_size": 128}
-    assert settled(block_size=8, **wishes) == Sizes(8, 500, 4, 32, 128)
+@pytest.mark.parametrize(
+    ("block_size", "wishes", "sizes"),
+    [
+        pytest.param(8, {}, (LIMIT, 32, 2048, 16), id="the device and the model decide"),
+        pytest.param(16, {"max_num_seqs": 200}, (LIMIT, 200, 200 * 16 + 512, 16), id="blocks, and prefill goes on"),
+        pytest.param(16, {"max_num_seqs": 2}, (LIMIT, 2, 2048, 16), id="at least 2048 tokens"),
+        *((8, {"max_num_batched_tokens": n}, (LIMIT, seqs, n, 16)) for n, seqs in ((64, 8), (63, 7), (8, 1))),
+        pytest.param(8, {"max_num_batched_tokens": 100_000}, (LIMIT, 32, 100_000, 16), id="at most the device's"),
+        pytest.param(
+            8,
+            {"max_model_len": 500, "max_num_seqs": 4, "max_num_batched_tokens": 32, "page_size": 128},
+            (500, 4, 32, 128),
+            id="wishes are kept",
+        ),
+    ],
+)
+def test_sizes_that_are_left_open_follow_from_the_others(block_size, wishes, sizes):
+    assert settled(block_size, **wishes) == Sizes(block_size, *sizes)
 
 
 @settings(max_examples=100)
@@ -88,16 +88,13 @@ def test_tables_reach_two_blocks_past_the_context_limit(page_size, pages):
 # Pages
 
 
-def test_pages_are_as_many_as_the_memory_holds():
-    config = asked(max_model_len=100)
-    sizes = settle_sizes(config, 8, LIMIT, DEFAULTS)  # pages of 16 tokens, 8 pages a sequence
-    assert settle_pages(config, sizes, 20 * 16 * 64 + 63, 64) == (sizes, 20)
-
-
-def test_pages_are_never_more_than_all_sequences_can_use():
+@pytest.mark.parametrize(
+    ("kv_bytes", "pages"), [(20 * 16 * 64 + 63, 20), (1 << 40, 3 * 8 + SCRATCH_PAGES)], ids=["memory", "sequences"]
+)
+def test_pages_are_as_many_as_the_memory_holds_and_all_sequences_can_use(kv_bytes, pages):
     config = asked(max_model_len=100, max_num_seqs=3)
-    sizes = settle_sizes(config, 8, LIMIT, DEFAULTS)
-    assert settle_pages(config, sizes, 1 << 40, 64) == (sizes, 3 * 8 + SCRATCH_PAGES)
+    sizes = settle_sizes(config, 8, LIMIT, DEFAULTS)  # pages of 16 tokens, 8 pages a sequence
+    assert settle_pages(config, sizes, kv_bytes, 64) == (sizes, pages)
 
 
 def test_one_sequence_of_the_asked_length_must_fit_and_the_refusal_names_the_memory_it_takes():
@@ -107,17 +104,13 @@ def test_one_sequence_of_the_asked_length_must_fit_and_the_refusal_names_the_mem
     page_bytes = 16 * token_bytes
     enough = (8 + SCRATCH_PAGES) * page_bytes
     assert settle_pages(config, sizes, enough, token_bytes) == (sizes, 8 + SCRATCH_PAGES)
+    with pytest.raises(UnsupportedError, match="--kv-cache-memory"):
+        settle_pages(config, sizes, -5 * MIB, token_bytes)  # all of it is spent already
     with pytest.raises(UnsupportedError, match="--max-model-len 100") as refusal:
         settle_pages(config, sizes, enough - 1, token_bytes)
     (mebibytes,) = re.findall(r"--kv-cache-memory (\d+)MiB", str(refusal.value))
     assert settle_pages(config, sizes, int(mebibytes) * MIB, token_bytes)[1] >= 8 + SCRATCH_PAGES
     assert int(mebibytes) * MIB < enough + MIB
-
-
-def test_memory_that_is_already_overspent_is_refused_too():
-    config = asked(max_model_len=100)
-    with pytest.raises(UnsupportedError, match="--kv-cache-memory"):
-        settle_pages(config, settle_sizes(config, 8, LIMIT, DEFAULTS), -5 * MIB, 64)
 
 
 @settings(max_examples=100)
