@@ -88,7 +88,7 @@ class Faults:
         """
         self._rollback(error, runner)
         logger.warning("a step failed after the next one was launched; its requests are recomputed")
-        lost = {share.seq for share in batch.rows}
+        lost = {share.seq for share in batch.shares}
         for seq in [seq for seq in reversed(self._scheduler.running) if seq in lost]:
             self._scheduler.preempt(seq)
         return []

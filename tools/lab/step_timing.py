@@ -195,7 +195,7 @@ class Bench:
     def _decode_batch(self, shape: Shape) -> Batch:
         batch = self._core.scheduler.schedule()
         width = self._sizes.block_size if shape.drafts else 1
-        assert [rows.count for rows in batch.rows] == [width] * shape.batch, "a step has another shape than planned"
+        assert [share.count for share in batch.shares] == [width] * shape.batch, "a step has another shape than planned"
         return batch
 
     @contextmanager

@@ -61,13 +61,13 @@ class Batch:
     begun: list[str] = field(default_factory=list)
 
     @property
-    def rows(self) -> list[ScheduledSequence]:
+    def shares(self) -> list[ScheduledSequence]:
         return self.decodes + self.prefills
 
     @property
     def sampling(self) -> list[ScheduledSequence]:
         """Return the shares that yield tokens, in the order of `StepResult`."""
-        return [share for share in self.rows if share.needs_logits]
+        return [share for share in self.shares if share.needs_logits]
 
     @property
     def kind(self) -> str:
@@ -86,7 +86,7 @@ class Batch:
 
     @property
     def has_live_rows(self) -> bool:
-        return any(share.seq.batch_slot >= 0 for share in self.rows)
+        return any(share.seq.batch_slot >= 0 for share in self.shares)
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prefills)

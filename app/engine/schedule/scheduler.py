@@ -181,7 +181,7 @@ class Scheduler:
         """Take the step's tokens into the sequences, and the pages that it filled into the cache."""
         results = zip(result.tokens, result.num_accepted, strict=True)
         deltas = []
-        for share in batch.rows:
+        for share in batch.shares:
             tokens, num_accepted = next(results) if share.needs_logits else ([], 0)
             if not share.resolve_start():
                 continue

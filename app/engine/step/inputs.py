@@ -137,7 +137,7 @@ class Layout:
         A missing sequence gets as many rows as the size says, and one more sequence all others, which may be none.
         Tables of a graph to be captured are `pages` wide.
         """
-        shares, sampling = batch.rows, batch.sampling
+        shares, sampling = batch.shares, batch.sampling
         counts, tokens = [share.count for share in shares], list[int]()
         for share in shares:
             tokens += (share.seq.token_ids[share.start : share.end] + [0] * share.count)[: share.count]

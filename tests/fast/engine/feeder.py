@@ -108,11 +108,11 @@ class Feeder:
         self.engine.core.launch(batch).read()
         hidden, tapped = self._last
         at = 0
-        for rows in batch.rows:
-            part = slice(at, at + rows.count)
-            self._outputs[rows.seq].append((hidden[part], None if tapped is None else tapped[part]))
-            rows.seq.num_computed += rows.count
-            at += rows.count
+        for share in batch.shares:
+            part = slice(at, at + share.count)
+            self._outputs[share.seq].append((hidden[part], None if tapped is None else tapped[part]))
+            share.seq.num_computed += share.count
+            at += share.count
         assert at == len(hidden)
 
     def _rows(self, seq: Sequence, count: int) -> ScheduledSequence:

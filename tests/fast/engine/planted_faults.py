@@ -114,7 +114,7 @@ def in_build(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
     build = Layout.build
 
     def spoilt(layout: Layout, batch: Any) -> Any:
-        if "bad" in names(batch.rows):
+        if "bad" in names(batch.shares):
             raise Planted("in build")
         return build(layout, batch)
 
@@ -130,7 +130,7 @@ def during(method: str, *, behind: bool = False) -> Plant:
 
         def launched(batch: Any) -> Any:
             now.clear()
-            now.update(names(batch.rows))
+            now.update(names(batch.shares))
             return launch(batch)
 
         def spoilt(*args: Any, **kwargs: Any) -> Any:
@@ -165,7 +165,7 @@ def in_read(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
 
     def launched(batch: Any) -> Any:
         pending = launch(batch)
-        if "bad" in names(batch.rows):
+        if "bad" in names(batch.shares):
             pending._wait = lambda: 1 / 0
         return pending
 

@@ -81,7 +81,7 @@ def test_who_draws_his_tokens_or_counts_them_is_waited_for(lucky: Pair, speculat
     engine = overlapping(lucky)
     log = Log(engine.core)
     run = Run(engine, [greedy, drawn]).to_the_end()
-    both = [n for n, batch in enumerate(log.batches) if len(batch.rows) == 2]
+    both = [n for n, batch in enumerate(log.batches) if len(batch.shares) == 2]
     assert log.overlapped and not set(both) & set(log.overlapped)
     assert run.texts == undisturbed(eager(lucky), [greedy, drawn])
 
@@ -94,8 +94,8 @@ def test_who_is_sure_to_end_is_not_launched_again(lucky: Pair):
     log = Log(engine.core)
     short, long = (Request(name, (1, 2, 3), most, speculate=False) for name, most in (("short", 4), ("long", 12)))
     Run(engine, [short, long]).to_the_end()
-    assert sum("short" in names(batch.rows) for batch in log.batches) == 4
-    assert sum("long" in names(batch.rows) for batch in log.batches) == 12
+    assert sum("short" in names(batch.shares) for batch in log.batches) == 4
+    assert sum("long" in names(batch.shares) for batch in log.batches) == 12
 
 
 # Sequences that come and end

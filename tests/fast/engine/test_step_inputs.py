@@ -123,7 +123,7 @@ def check(inputs: StepInputs, batch: Batch, page_size: int, block_size: int) -> 
     request_ids: list[str] = []
     anchors: list[int] = []
     token_source: list[int] = []
-    num_rows = sum(rows.count for rows in batch.rows)
+    num_rows = sum(share.count for share in batch.shares)
     for rows in batch.decodes + batch.prefills:
         seq, request = rows.seq, rows.seq.request
         if rows.needs_logits:

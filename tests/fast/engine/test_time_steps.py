@@ -177,6 +177,6 @@ def test_timed_steps_stay_within_the_positions_of_a_sequence(page_size: int, max
     As in `--page-size 128 --max-model-len 160 --max-num-batched-tokens 129`."""
     sizes = Sizes(16, max_model_len, max_num_seqs=8, max_num_batched_tokens=129, page_size=page_size)
     batch = made_up(Shape(8, 8, 16, 16), sizes)
-    assert max(rows.end for rows in batch.rows) <= max(sizes.padded_len, sizes.max_num_batched_tokens)
-    assert all(rows.end <= len(rows.seq.pages) * page_size for rows in batch.rows)
-    assert max(len(rows.seq.pages) for rows in batch.rows) <= max(sizes.pages_per_sequence, 2)
+    assert max(share.end for share in batch.shares) <= max(sizes.padded_len, sizes.max_num_batched_tokens)
+    assert all(share.end <= len(share.seq.pages) * page_size for share in batch.shares)
+    assert max(len(share.seq.pages) for share in batch.shares) <= max(sizes.pages_per_sequence, 2)

@@ -21,9 +21,9 @@ def watch(engine: Engine) -> None:
     def watched(batch: Batch) -> Any:
         check_pages(scheduler)
         untouchable = protected(scheduler)
-        for rows in batch.rows:
-            end = max(rows.end, rows.start + engine.sizes.block_size) if rows.num_drafts else rows.end
-            written = set(rows.seq.pages[rows.start // size : (end - 1) // size + 1])
+        for share in batch.shares:
+            end = max(share.end, share.start + engine.sizes.block_size) if share.num_drafts else share.end
+            written = set(share.seq.pages[share.start // size : (end - 1) // size + 1])
             assert written and not written & untouchable
         pages = torch.tensor(sorted(untouchable), dtype=torch.long)
         runner.forward.pending_context.write()  # a plain stretch may have left some to be written

@@ -167,14 +167,14 @@ class Harness:
         self.check_batch(batch)
         self.write_draft_blocks(batch)
         result = StepResult([], [])
-        for rows in batch.rows:
-            self.run_rows(rows, accept(rows) if rows.num_drafts else 0, result)
-        full = {rows.seq.request.request_id: rows.start // self.page_size for rows in batch.rows}
-        owned = {rows.seq.request.request_id: rows.seq.pages[:] for rows in batch.rows}
+        for share in batch.shares:
+            self.run_rows(share, accept(share) if share.num_drafts else 0, result)
+        full = {share.seq.request.request_id: share.start // self.page_size for share in batch.shares}
+        owned = {share.seq.request.request_id: share.seq.pages[:] for share in batch.shares}
         deltas = self.scheduler.commit(batch, result)
-        for rows in batch.rows:
-            request_id = rows.seq.request.request_id
-            self.cache_full_pages(rows.seq, full[request_id], owned[request_id])
+        for share in batch.shares:
+            request_id = share.seq.request.request_id
+            self.cache_full_pages(share.seq, full[request_id], owned[request_id])
         self.check_deltas(batch, before, deltas)
         self.check_between_steps()
         return batch, {delta.request_id: delta for delta in deltas}
@@ -310,11 +310,11 @@ class Harness:
     def check_batch(self, batch: Batch) -> None:
         scheduler = self.scheduler
         assert batch, "there is work and nothing runs"
-        assert sum(rows.count for rows in batch.rows) <= self.budget
+        assert sum(share.count for share in batch.shares) <= self.budget
         assert len(scheduler.running) <= scheduler.max_num_seqs
         check_pages(self.scheduler)
 
-        in_batch = [rows.seq for rows in batch.rows]
+        in_batch = [share.seq for share in batch.shares]
         assert len(set(map(id, in_batch))) == len(in_batch), "a sequence runs twice"
         assert {id(seq) for seq in in_batch} <= {id(seq) for seq in scheduler.running}
         assert scheduler.running[0] in in_batch, "the oldest does not get on"
@@ -333,7 +333,7 @@ class Harness:
             assert rows.start == rows.seq.num_computed and rows.end <= rows.seq.num_tokens
             assert rows.needs_logits == (rows.end == rows.seq.num_tokens)
 
-        left = self.budget - sum(rows.count for rows in batch.rows)
+        left = self.budget - sum(share.count for share in batch.shares)
         if left:  # no waiting sequence could have run
             assert len(in_batch) == len(scheduler.running)
             assert all(rows.needs_logits for rows in batch.prefills)
@@ -343,9 +343,9 @@ class Harness:
             assert all(rows.needs_logits for rows in batch.prefills[:-1])
 
         written: set[int] = set()
-        for rows in batch.rows:
-            for position in range(rows.start, rows.end):
-                slot = self.slot(rows.seq, position)
+        for share in batch.shares:
+            for position in range(share.start, share.end):
+                slot = self.slot(share.seq, position)
                 assert slot not in written, f"two target rows write slot {slot}"
                 written.add(slot)
         self.check_own(written)
@@ -361,7 +361,7 @@ class Harness:
 
     def check_deltas(self, batch: Batch, before: dict[str, tuple[int, int]], deltas: list[TokenDelta]) -> None:
         assert [d.request_id for d in deltas] == [
-            rows.seq.request.request_id for rows in batch.rows if rows.needs_logits
+            share.seq.request.request_id for share in batch.shares if share.needs_logits
         ]
         for delta in deltas:
             scripted = self.live[delta.request_id]
@@ -377,9 +377,9 @@ class Harness:
             if delta.finish_reason:
                 assert delta.num_verified <= len(delta.token_ids), "drafts behind the end are counted"
                 self.done[delta.request_id] = self.live.pop(delta.request_id)
-        for rows in batch.rows:
-            n, computed = before[rows.seq.request.request_id]
-            assert rows.seq.num_computed > computed or rows.seq.num_tokens > n
+        for share in batch.shares:
+            n, computed = before[share.seq.request.request_id]
+            assert share.seq.num_computed > computed or share.seq.num_tokens > n
         assert self.scheduler.prefix_cache_hits == sum(self.num_cached.values())
         assert self.scheduler.prefix_cache_queries == (self._num_queried if self.prefix_caching else 0)
 
