@@ -191,11 +191,6 @@ def apply_rotary_pos_emb(
     return rotary_mul(query, cos, sin, rotary_mode), rotary_mul(key, cos, sin, rotary_mode)
 
 
-def format_cast(input: Tensor, acl_format: int, **dtypes: Any) -> Tensor:
-    """Another order in memory, the same numbers. On the null device memory keeps its order too."""
-    return input.clone()
-
-
 def swiglu(input: Tensor, dim: int = -1) -> Tensor:
     """silu(first half) * second half."""
     first, second = input.float().chunk(2, dim)
@@ -314,7 +309,6 @@ KERNELS = {
     "npu_rotary_mul": rotary_mul,
     "npu_apply_rotary_pos_emb": apply_rotary_pos_emb,
     "npu_swiglu": swiglu,
-    "npu_format_cast": format_cast,
     "npu_clipped_swiglu": clipped_swiglu,
     "npu_moe_gating_top_k_softmax_v2": moe_gating_top_k_softmax_v2,
     "npu_moe_init_routing_v2": moe_init_routing_v2,

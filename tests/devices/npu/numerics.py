@@ -192,16 +192,6 @@ _group_calls: dict[int, list[int]] = {}
 _update_place: dict[int, tuple[int, int]] = {}
 
 
-def recorded(graph: int | None = None) -> list[Call]:
-    """The calls of a graph that was captured and not reset, in order, with the arguments that they have now.
-
-    `graph` is what the trace of a replay names; None is the graph that was captured last.
-    """
-    if graph is None:
-        graph = max(_graph_calls)
-    return [_calls[number] for number in _graph_calls.get(graph, [])]
-
-
 def _record(call: Call, stream: int, state: null_device.StreamState) -> None:
     number = next(_numbers)
     _calls[number] = call

@@ -50,8 +50,6 @@ EXPECTED = [
     f"npu_fused_infer_attention_score_v2({_SINKS}) -> (Tensor, Tensor)",
     f"npu_scatter_pa_kv_cache({_PAGED_WRITE}Tensor? compress_lens=None, Tensor? compress_seq_offsets=None, "
     "Tensor? seq_lens=None, str? cache_mode='PA_NZ') -> ()",
-    "npu_gather_pa_kv_cache(Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
-    "Tensor(a!) key, Tensor(b!) value, *, Tensor? seq_offset=None, bool is_seq_lens_cumsum=False) -> ()",
     "npu_scatter_nd_update_(Tensor(a!) input, Tensor indices, Tensor updates) -> Tensor(a!)",
     "npu_rms_norm(Tensor input, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)",
     "npu_add_rms_norm(Tensor x1, Tensor x2, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor, Tensor)",
@@ -78,7 +76,6 @@ EXPECTED = [
     "int? per_token_scale_dtype=None) -> Tensor[]",
     "npu_moe_token_unpermute(Tensor permuted_tokens, Tensor sorted_indices, Tensor? probs=None, "
     "bool padded_mode=False, int[]? restore_shape=None) -> Tensor",
-    "npu_format_cast(Tensor input, int acl_format, *, int? customize_dtype=None, int? input_dtype=None) -> Tensor",
     "npu_top_k_top_p(Tensor logits, Tensor? p=None, Tensor? k=None) -> Tensor",
 ]
 """One line an operator; the `.out` of attention takes OUT_EXTRAS more."""

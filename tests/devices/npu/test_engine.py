@@ -100,13 +100,16 @@ def test_every_familys_tokens_are_the_cpu_engines(tmp_path, shape, eager):
 
 @pytest.mark.usefixtures("numerics")
 @pytest.mark.parametrize("eager", [True, False])
-def test_a_cann_that_cannot_write_pages_scatters_rows_to_the_same_tokens(pair, monkeypatch, eager):
+def test_a_cann_that_cannot_write_pages_scatters_rows_to_the_same_tokens_and_says_so(pair, monkeypatch, caplog, eager):
+    lacking = "aclnnScatterPaKvCache or aclnnScatterPaKvCacheGetWorkspaceSize not in libopapi.so"
+
     def missing(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("aclnnScatterPaKvCache or aclnnScatterPaKvCacheGetWorkspaceSize not in libopapi.so")
+        raise RuntimeError(lacking)
 
     wanted = engine(pair).run(requests())
     monkeypatch.setattr("torch_npu.npu_scatter_pa_kv_cache", missing)
     core = engine(pair, enforce_eager=eager)
+    assert "scattered by row" in caplog.text and lacking in caplog.text
     with traced() as trace:
         assert core.run(requests()) == wanted
     assert any("ScatterNd" in name for name in trace.launches)

@@ -5,10 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine.device.base import LayerKv
 from app.engine.npu.backend import NpuBackend
 from tests.devices.npu.engines import SMALL, engine
-from tests.devices.npu.numerics import Numerics
 from tests.fast.engine.nan_in_one import check_that_nan_ends_one_alone
 from tests.fast.engine.pairs import make_pair
 
@@ -32,24 +30,6 @@ def test_a_sequence_whose_logits_are_nan_ends_alone(tmp_path, temperature, exper
 )
 def test_only_an_error_that_leaves_the_device_unknown_ends_the_engine(error: Exception, is_fatal: bool) -> None:
     assert NpuBackend(torch.device("npu", 0)).is_fatal(error) == is_fatal
-
-
-LACKING = "aclnnScatterPaKvCache or aclnnScatterPaKvCacheGetWorkspaceSize not in libopapi.so, or libopapi.so not found."
-
-
-def test_kv_is_scattered_by_row_where_cann_cannot_write_pages_and_the_log_says_so(monkeypatch, caplog):
-    def lacking(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(LACKING)
-
-    monkeypatch.setattr("torch_npu.npu_scatter_pa_kv_cache", lacking)
-    npu = torch.device("npu", 0)
-    with torch.inference_mode(), Numerics():
-        backend = NpuBackend(npu)
-        assert "scattered by row" in caplog.text and LACKING in caplog.text
-        kv = LayerKv(*(torch.zeros(2, 128, 1, 64, dtype=torch.bfloat16, device=npu) for _ in range(2)))
-        rows = torch.ones(1, 1, 64, dtype=torch.bfloat16, device=npu)
-        backend.write_kv(rows, 2 * rows, kv, torch.tensor([130], dtype=torch.int32, device=npu))
-        assert kv.k[1, 2].cpu().eq(1).all() and kv.v[1, 2].cpu().eq(2).all() and kv.k.cpu().sum() == 64
 
 
 def test_another_error_of_the_page_write_is_no_sign_of_an_older_cann(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch_npu
 
 from tests.devices.npu.null_device import traced
 
@@ -27,13 +26,6 @@ def test_the_device_is_a_910b3_with_60_of_64_gib() -> None:
     assert total == 64 << 30 and total * 0.9 < free <= total * 15 / 16
     properties = torch.npu.get_device_properties(0)
     assert (properties.cube_core_num, properties.vector_core_num, properties.total_memory) == (20, 40, 64 << 30)
-
-
-def test_tensors_go_to_the_device_and_back() -> None:
-    x = torch.randn(3, 5)
-    on_device = x.to("npu:0")
-    assert on_device.device == torch.device("npu", 0) and torch.equal(on_device.cpu(), x)
-    assert torch.equal(on_device[1].cpu(), x[1])
 
 
 def test_kernels_compute_nothing() -> None:
@@ -109,17 +101,6 @@ def test_a_shift_by_a_python_number_uploads_the_number() -> None:
     assert trace.lines == [("copy", "h2d 4"), ("launch", "aclnnRightShift")]
 
 
-def test_streams_and_events_keep_their_books() -> None:
-    stream = torch.npu.Stream()
-    start, end = (torch.npu.Event(enable_timing=True) for _ in range(2))
-    with torch.npu.stream(stream):
-        assert torch.npu.current_stream() == stream
-        start.record()
-        end.record()
-    stream.synchronize()
-    assert end.query() and start.elapsed_time(end) >= 0
-
-
 def test_every_launch_and_every_wait_is_traced() -> None:
     x, w = torch.ones(2, 4).to("npu"), torch.ones(3, 4).to("npu")
     with traced() as trace:
@@ -163,17 +144,6 @@ PROGRAMS = {
 @pytest.mark.parametrize(("program", "environment", "end"), PROGRAMS.values(), ids=PROGRAMS)
 def test_a_process_of_another_environment_has_its_device(run_python, program, environment, end):
     assert run_python(program, **environment).endswith(f"{end}\n")
-
-
-def test_torch_npu_checks_arguments_as_on_a_card() -> None:
-    q = torch.empty(2, 4, 128, dtype=torch.bfloat16, device="npu")
-    kv = torch.empty(2, 128, 512, dtype=torch.bfloat16, device="npu")
-    with pytest.raises(RuntimeError, match="same device"):
-        torch_npu.npu_fused_infer_attention_score(
-            q, kv, kv, atten_mask=torch.zeros(2048, 2048, dtype=torch.int8), num_heads=4, input_layout="TND"
-        )
-    with pytest.raises(RuntimeError, match="Layout"):
-        torch_npu.npu_fused_infer_attention_score(q[0], kv, kv, num_heads=4, input_layout="TND")
 
 
 def test_an_operator_that_would_fall_back_to_the_cpu_raises() -> None:

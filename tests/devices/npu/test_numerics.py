@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.devices.npu.null_device import traced
 from tests.devices.npu.numerics import Numerics, NumericsError
@@ -70,12 +70,6 @@ def _tensors(result: object) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else list(result)  # type: ignore
 
 
-def test_a_module_moves_to_the_device_whole() -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 3))
-    wanted = model(X)
-    assert torch.equal(model.to("npu:0")(X.to("npu:0")).cpu(), wanted)
-
-
 def test_work_on_a_side_stream_counts() -> None:
     x, stream = X.to("npu:0"), torch.npu.Stream()
     with torch.npu.stream(stream):
@@ -121,15 +115,6 @@ def test_memory_that_nothing_wrote_is_nan() -> None:
     for make in (torch.empty, lambda *shape, **more: torch.ones(3, device="npu:0").new_empty(*shape)):
         assert make(4, device="npu:0").cpu().isnan().all()
     assert torch.empty(4, dtype=torch.int32, device="npu:0").tolist() == [-1] * 4
-
-
-def test_tensors_can_be_printed() -> None:
-    assert repr(torch.arange(3).to("npu:0")) == "tensor([0, 1, 2], device='npu:0')"
-
-
-def test_tensors_of_two_devices_do_not_mix() -> None:
-    with pytest.raises(RuntimeError, match="device"):
-        F.linear(X.to("npu:0"), W)
 
 
 def test_a_queue_in_another_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,35 +28,7 @@ def test_the_out_variant_of_attention_takes_a_workspace_and_a_list_of_outputs() 
     assert shared == [(a.name, str(a.type), a.default_value) for a in plain.arguments]
 
 
-def test_the_second_version_of_attention_has_other_names() -> None:
-    arguments = {a.name for a in torch.ops.npu.npu_fused_infer_attention_score_v2.default._schema.arguments}
-    assert {
-        "num_query_heads",
-        "softmax_scale",
-        "actual_seq_qlen",
-        "actual_seq_kvlen",
-        "return_softmax_lse",
-    } <= arguments
-    assert not {"num_heads", "scale", "actual_seq_lengths"} & arguments
-
-
-def test_dense_prefill_attention_takes_no_pages() -> None:
-    arguments = {a.name: a for a in torch.ops.npu.npu_prompt_flash_attention.default._schema.arguments}
-    assert "block_table" not in arguments and arguments["next_tokens"].default_value == 0
-
-
 @pytest.mark.parametrize("schema", EXPECTED, ids=name_of)
 def test_a_wheels_file_tells_the_same_as_its_dispatcher(schema: str) -> None:
     written = registered_in(wheel_folder())[name_of(schema)]
     assert parsed(written) == getattr(torch.ops.npu, name_of(schema)).default._schema
-
-
-@pytest.mark.parametrize("name", ["npu_rms_norm", "npu_swiglu", "npu_fused_infer_attention_score"])
-def test_operators_have_the_wheels_own_meta_kernels(name: str) -> None:
-    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"npu::{name}", "Meta")
-
-
-def test_an_unknown_keyword_is_refused_by_the_dispatcher() -> None:
-    x = torch.empty(4, 2, 128, dtype=torch.bfloat16, device="meta")
-    with pytest.raises(RuntimeError, match="scale_value"):
-        torch_npu.npu_fused_infer_attention_score(x, x, x, scale_value=0.1)

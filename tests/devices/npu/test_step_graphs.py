@@ -22,7 +22,6 @@ from tests.devices.npu.engines import HOST_PROCESSOR, SMALL, engine, requests
 from tests.devices.npu.null_device import traced
 from tests.fast.engine.pairs import Pair, make_pair
 from tools.npu_contract.__main__ import main as contract
-from tools.npu_contract.check import SCRATCH_BLOCK
 
 pytestmark = pytest.mark.usefixtures("numerics")
 
@@ -93,19 +92,6 @@ def check_padded(eager: Lengths, entry: Lengths) -> None:
     assert (all_ends[:count], all_kv[:count]) == (q_ends, host_seq_lens)
     assert [end - start for start, end in pairwise(all_ends[count - 1 :])] == all_kv[count:]
     assert min(all_kv) > 0
-
-
-def test_draft_and_target_calls_keep_to_their_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = demo.engine("npu:0", "bfloat16")
-    core.add(demo.requests(1, greedy=True)[0])
-    while core.step().stats.kind != "decode":
-        pass
-    attended = Attended(monkeypatch)
-    core.step()
-    draft, target = attended.updates
-    assert (len(draft), len(target)) == (3, 5), "an entry for every layer"
-    assert draft == [draft[0]] * 3 and target == [target[0]] * 5
-    assert draft[0][1][0] == target[0][1][0] and draft[0][0] == [16] and target[0][0] == [16, 17]
 
 
 def test_what_graphs_read_and_write_stays_where_it_was(pair: Pair) -> None:
@@ -242,7 +228,3 @@ def test_graphs_that_do_not_fit_beside_the_kv_are_refused_by_name(pair: Pair, mo
     monkeypatch.setattr(NpuBackend, "capture", full)
     with pytest.raises(UnsupportedError, match=r"graphs do not fit .* --max-graphs"):
         engine(pair)
-
-
-def test_the_backend_says_that_graphs_are_its_way() -> None:
-    assert NpuBackend.captures and SCRATCH_BLOCK == 0
