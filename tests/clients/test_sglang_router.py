@@ -5,7 +5,6 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 import httpx
@@ -14,7 +13,7 @@ from openai import OpenAI
 
 from tests.clients.environments import python_of
 from tests.fast.api.served import PATIENCE, until
-from tests.server.demo import num_running, process, ready
+from tests.server.demo import children, num_running, process, ready
 from tools.bench.own_server import free_port
 
 PROMPT = "Count from one to nine."
@@ -104,7 +103,7 @@ def test_the_gateway_drops_the_salt_of_a_chat_and_keeps_that_of_a_completion_as_
 
 def test_what_a_draining_server_refuses_and_what_a_dead_one_cannot_take_goes_to_the_other(routed: Routed):
     """Last, because it ends a server. Its engine is stopped, so that it drains until the test lets it end."""
-    (engine,) = map(int, Path(f"/proc/{routed.second.pid}/task/{routed.second.pid}/children").read_text().split())
+    (engine,) = children(routed.second.pid)
     os.kill(engine, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
         try:

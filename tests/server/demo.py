@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -57,6 +58,23 @@ def process(*flags: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
             server.send_signal(signal.SIGTERM)
             if reader.ident:
                 reader.join()
+
+
+def children(parent: int) -> list[int]:
+    """Return the child processes of a process, zombies included."""
+    return [int(pid) for path in Path(f"/proc/{parent}/task").glob("*/children") for pid in path.read_text().split()]
+
+
+def state(pid: int) -> str | None:
+    """Return the state of a process as proc_pid_stat(5) has it, or None without such a process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return None
+
+
+def is_gone(pid: int) -> bool:
+    return state(pid) in (None, "Z")
 
 
 def num_running(url: str) -> int:

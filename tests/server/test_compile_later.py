@@ -1,19 +1,19 @@
 """The real server compiles behind /ready: its compiler ends with it, and what it compiled is taken up in a stream."""
 
 import json
+import os
 import shutil
 import signal
-import time
-from collections.abc import Callable
+import subprocess
 from pathlib import Path
 
 import httpx
 import pytest
 
 from app.messages import BEING_COMPILED
-from tests.server.demo import process, ready
+from tests.fast.api.served import PATIENCE, until
+from tests.server.demo import children, is_gone, process, ready
 
-PATIENCE = 600.0
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++ here to compile with")
 
 
@@ -25,17 +25,16 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_compiler_ends_with_its_server_at_the_lowest_priority() -> None:
     with process("--compile", "auto") as (url, server):
         assert forwards(url) == BEING_COMPILED
-        compiler = until(lambda: of_engine(server.pid))
-        assert status(compiler)[16] == "19", "its priority"
+        compiler = compiler_of(server)
     assert server.returncode == 0
-    until(lambda: compiler if not alive(compiler) else None)
+    until(lambda: is_gone(compiler))
 
 
 def test_the_compiler_ends_with_an_engine_that_is_killed() -> None:
     with process("--compile", "auto") as (_, server):
-        compiler = until(lambda: of_engine(server.pid))
+        compiler = compiler_of(server)
         server.send_signal(signal.SIGKILL)
-        until(lambda: compiler if not alive(compiler) else None)
+        until(lambda: is_gone(compiler))
 
 
 @pytest.mark.slow
@@ -65,34 +64,16 @@ def streamed(url: str, body: dict[str, object]) -> str:
     return said
 
 
-def of_engine(server: int) -> int | None:
-    """The compiler of a server's engine, once it runs."""
-    for engine in children(server):
-        for child in children(engine):
-            if b"app.engine.compiler" in Path(f"/proc/{child}/cmdline").read_bytes() and status(child)[16] == "19":
-                return child
-    return None
+def compiler_of(server: "subprocess.Popen[str]") -> int:
+    """Return the compiler of a server's engine once it runs with the lowest priority."""
+    found = list[int]()
 
+    def look() -> list[int]:
+        for pid in [pid for engine in children(server.pid) for pid in children(engine)]:
+            named = b"app.engine.compiler" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            if named and os.getpriority(os.PRIO_PROCESS, pid) == 19:
+                found.append(pid)
+        return found
 
-def children(parent: int) -> list[int]:
-    return [int(pid) for path in Path(f"/proc/{parent}/task").glob("*/children") for pid in path.read_text().split()]
-
-
-def status(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat behind the name, state first (proc_pid_stat(5))."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def alive(pid: int) -> bool:
-    try:
-        return status(pid)[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def until(found: Callable[[], int | None]) -> int:
-    end = time.monotonic() + PATIENCE
-    while not (pid := found()):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    return pid
+    until(look)
+    return found[0]

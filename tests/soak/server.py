@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 
 from app.engine_client.child_process import engine_environment
+from tests.server.demo import children, is_gone, state
 
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 """Gauges that must be zero while no request is served."""
@@ -77,14 +78,9 @@ class DemoServer:
             time.sleep(_POLL_SECONDS)
         raise RuntimeError(f"the server was never ready:\n{self.log.read_text()}")
 
-    def children(self) -> list[int]:
-        """Its child processes, zombies included."""
-        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        return [int(pid) for task in tasks for pid in task.read_text().split()]
-
     def engine(self) -> int | None:
         """The process of the engine that lives, if one does."""
-        return next((pid for pid in self.children() if not is_zombie(pid)), None)
+        return next((pid for pid in children(self.process.pid) if state(pid) != "Z"), None)
 
     def footprint(self) -> Footprint:
         return Footprint.of(self.process.pid)
@@ -113,7 +109,7 @@ class DemoServer:
 
     def untidy(self) -> list[str]:
         """Return the remains of dead engines."""
-        complaints = [f"process {pid} is a zombie" for pid in self.children() if is_zombie(pid)]
+        complaints = [f"process {pid} is a zombie" for pid in children(self.process.pid) if state(pid) == "Z"]
         folders = [path.name for path in self._ipc.iterdir()]
         if len(folders) != 1:
             complaints.append(f"one folder of sockets is wanted, for the engine that lives; there are {folders}")
@@ -122,7 +118,7 @@ class DemoServer:
     def terminate(self) -> None:
         """Once: a second signal would cut running requests off."""
         if self._last_children is None:
-            self._last_children = self.children() if self.process.poll() is None else []
+            self._last_children = children(self.process.pid) if self.process.poll() is None else []
             self.process.send_signal(signal.SIGTERM)
 
     def __exit__(self, *_: object) -> None:
@@ -137,7 +133,7 @@ class DemoServer:
             self.process.kill()
             self.process.wait()
         self.exit_complaints += [
-            f"process {pid} outlived the server" for pid in self._last_children or () if is_alive(pid)
+            f"process {pid} outlived the server" for pid in self._last_children or () if not is_gone(pid)
         ]
         self.exit_complaints += [f"{path.name} outlived the server" for path in self._ipc.iterdir()]
         if tracebacks := self.log.read_text().count("Traceback (most recent call last)"):
@@ -154,15 +150,3 @@ def metric(text: str, name: str) -> float:
     if found is None:
         raise ValueError(f"/metrics has no {name}")
     return float(found.group(1))
-
-
-def is_alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists() and not is_zombie(pid)
-
-
-def is_zombie(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state == "Z"
