@@ -4,9 +4,6 @@ right. Tests do not judge their values."""
 import argparse
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -100,21 +97,6 @@ def test_an_answer_that_is_not_what_the_engine_said_ends_the_bench(said, complai
         asyncio.run(run())
 
 
-def test_cpu_time_is_told_of_any_process_and_its_child_is_found():
-    assert streaming.cpu_seconds(os.getpid()) > 0
-    parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
-    with subprocess.Popen([sys.executable, "-c", f"print(flush=True); {parent}"], stdin=-1, stdout=-1) as process:
-        assert process.stdout is not None and process.stdout.readline()
-        while True:
-            try:
-                child = api.only_child(process.pid)
-                break
-            except ValueError:  # not started yet
-                continue
-        assert child not in (process.pid, os.getpid())
-        process.communicate(b"\n")
-
-
 def test_shares_are_of_the_engines_time_and_a_failed_request_is_no_figure():
     answers = [Answer(0.0, chunks=[1.0, 2.0], tokens=10), Answer(0.0, chunks=[1.0, 2.0, 3.0], tokens=20)]
     row = api.share_row("math", [traffic.Round(answers, None)] * 2, api=0.006, engine=0.12)
@@ -132,12 +114,6 @@ def test_tables_verdicts_and_json_are_written(tmp_path, capsys):
     told = json.loads((tmp_path / "api.json").read_text())
     rows = [(row["tokens a step"], row["engine"]) for row in told["tables"]["streaming"]]
     assert rows == [(1, "waits"), (1, "runs ahead"), (3, "waits"), (3, "runs ahead")] and len(told["verdicts"]) == 2
-
-
-def test_every_column_that_no_reader_could_guess_is_explained_where_it_is_printed(tokenizer):
-    for name in ("load", "messages", "book", "stop", "parse", "SSE", "µs a request"):
-        assert f"`{name}`" in streaming.MEANING
-    assert "`added`" in api.SHARE
 
 
 def test_the_share_of_a_run_of_the_demo_pair_has_a_row_for_each_text_and_one_for_all(tmp_path, capsys):

@@ -31,25 +31,6 @@ def process(script, model_folder) -> Iterator[Process]:
         yield process
 
 
-def finish_what_runs(process: Process, script: Script, model_folder: Path, background, *words: str) -> None:
-    """Send SIGTERM while a request runs, and see that it is answered, once the log had `words`, and others are not."""
-    url = process.ready()
-    running = background.submit(lambda: httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE))
-    request_id = script.see("Submit")["request_id"]
-    process.popen.send_signal(signal.SIGTERM)
-    for word in words:
-        process.read_until(word)
-    assert httpx.get(f"{url}/ready", timeout=PATIENCE).json()["status"] == "draining"
-    assert httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE).status_code == 503
-    script.emit(request_id, [*ids(model_folder, "done"), 2])
-    assert running.result().json()["choices"][0]["text"] == "done"
-    assert process.wait() == 0
-
-
-def test_sigterm_finishes_what_runs_and_exits_0(process, script, model_folder, background):
-    finish_what_runs(process, script, model_folder, background, "stopping")
-
-
 def test_a_second_signal_forces_the_end(process, script, background):
     url = process.ready()
     running = background.submit(lambda: httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE))
@@ -78,16 +59,19 @@ def test_for_the_drain_delay_ready_says_503_and_requests_are_taken(script, model
         assert "stopping" not in "".join(process.lines())
 
 
-def test_after_the_drain_delay_the_server_drains(script, model_folder, background):
-    with Process(script, model_folder, settings="drain_delay=0.5") as process:
-        finish_what_runs(process, script, model_folder, background, "leaving: ", "stopping")
-
-
-def test_a_loading_server_has_no_drain_delay(script, model_folder):
-    with Process(script, model_folder, settings=f"drain_delay={10 * PATIENCE}") as process:
-        process.read_url()
-        script.see("started")
+@pytest.mark.parametrize("delay", [0, 0.5])
+def test_after_the_drain_delay_the_server_finishes_what_runs_and_exits_0(script, model_folder, background, delay):
+    with Process(script, model_folder, settings=f"drain_delay={delay}") as process:
+        url = process.ready()
+        running = background.submit(lambda: httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE))
+        request_id = script.see("Submit")["request_id"]
         process.popen.send_signal(signal.SIGTERM)
+        for word in ("leaving: ", "stopping") if delay else ("stopping",):
+            process.read_until(word)
+        assert httpx.get(f"{url}/ready", timeout=PATIENCE).json()["status"] == "draining"
+        assert httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE).status_code == 503
+        script.emit(request_id, [*ids(model_folder, "done"), 2])
+        assert running.result().json()["choices"][0]["text"] == "done"
         assert process.wait() == 0
 
 
@@ -98,13 +82,14 @@ def test_the_log_says_where_a_server_on_all_addresses_can_be_reached(script, mod
 
 
 @pytest.mark.parametrize("hears_nothing", [False, True])
-def test_sigterm_while_loading_exits_0_even_if_the_engine_hears_nothing(process, script, hears_nothing):
-    process.read_url()
-    script.see("started")
-    if hears_nothing:
-        script.order("sleep", seconds=10 * PATIENCE)
-    process.popen.send_signal(signal.SIGTERM)
-    assert process.wait() == 0
+def test_sigterm_while_loading_exits_0_at_once_even_if_the_engine_hears_nothing(script, model_folder, hears_nothing):
+    with Process(script, model_folder, settings=f"drain_delay={10 * PATIENCE}") as process:
+        process.read_url()
+        script.see("started")
+        if hears_nothing:
+            script.order("sleep", seconds=10 * PATIENCE)
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
 
 
 def test_a_user_error_of_the_engine_ends_the_server_with_its_reason(script, model_folder):
