@@ -3,7 +3,6 @@
 Each case is what a user writes, with the base URL alone changed. An exception means that it does not work.
 """
 
-import asyncio
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,16 +18,6 @@ class Trip(BaseModel):
 
     city: str
     days: int
-
-
-def weather(city: str, days: int) -> str:
-    """Return the weather.
-
-    Args:
-        city: name of the city
-        days: number of days
-    """
-    return "sunny"
 
 
 def check(trip: Any) -> None:
@@ -67,36 +56,12 @@ def pydantic_ai_output(url: str) -> None:
     check(pydantic_ai_agent(url, output_type=Trip))
 
 
-def pydantic_ai_tools(url: str) -> None:
-    assert "sunny" in str(pydantic_ai_agent(url, tools=[weather]))
-
-
-def openai_agents(url: str) -> None:
-    from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
-    from openai import AsyncOpenAI
-
-    set_tracing_disabled(True)
-    model = OpenAIChatCompletionsModel(MODEL, AsyncOpenAI(base_url=url, api_key="none"))
-    agent = Agent(name="guide", model=model, tools=[function_tool(weather)])
-    assert "sunny" in asyncio.run(Runner.run(agent, QUESTION)).final_output
-
-
-def smolagents(url: str) -> None:
-    from smolagents import OpenAIServerModel, ToolCallingAgent, tool
-
-    agent = ToolCallingAgent([tool(weather)], OpenAIServerModel(MODEL, api_base=url, api_key="none"), max_steps=4)
-    assert agent.run(QUESTION) == "sunny"
-
-
 CASES: dict[str, Callable[[str], None]] = {
     "instructor, Mode.TOOLS": instructor_with("TOOLS"),
     "instructor, Mode.TOOLS_STRICT": instructor_with("TOOLS_STRICT"),
     "instructor, Mode.MD_JSON": instructor_with("MD_JSON"),
     'LangChain, with_structured_output(method="function_calling")': langchain,
     "pydantic-ai, output_type": pydantic_ai_output,
-    "pydantic-ai, tools": pydantic_ai_tools,
-    "openai-agents, function_tool with its default, strict": openai_agents,
-    "smolagents, ToolCallingAgent": smolagents,
 }
 
 
