@@ -1,6 +1,5 @@
 """Headless Chromium, driven by its DevTools protocol over one websocket."""
 
-import base64
 import contextlib
 import itertools
 import json
@@ -98,9 +97,6 @@ class Tab:
 
     def prefer(self, scheme: str) -> None:
         self.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-
-    def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.command("Page.captureScreenshot")["data"]))
 
 
 @contextlib.contextmanager

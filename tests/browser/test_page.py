@@ -84,13 +84,15 @@ def check(tab: Tab, selector: str) -> None:
     tab.run(f"document.querySelector({selector!r}).click()")
 
 
-def test_prompt_and_enter_show_the_answer_whole(page, server):
+def test_prompt_and_enter_show_the_answer_whole_and_fetch_nothing_from_elsewhere(page, server):
     server.script.plan(server.ids(POEM)[:3], [*server.ids(POEM)[3:], EOS])
     ask(page, "say it")
     wait_done(page)
     assert texts(page, ".question") == ["say it"]
     assert texts(page, ANSWER) == [POEM]
     assert page.run("document.querySelector('#prompt').value") == ""
+    fetched = [url.removeprefix(server.url) for url in page.requests if not url.startswith("data:")]
+    assert fetched == ["/", "/ready", "/v1/models", "/v1/chat/completions"]
 
 
 def test_tokens_of_one_step_share_a_colour_and_the_next_step_has_another(page, server):
@@ -102,8 +104,11 @@ def test_tokens_of_one_step_share_a_colour_and_the_next_step_has_another(page, s
     assert set(colours(page)) == {"rgba(0, 0, 0, 0)"}
 
 
-def test_bonus_token_is_marked(page, server):
+def test_bonus_token_is_marked_and_a_verify_step_is_explained_before_and_beside_the_figures(page, server):
+    assert "verify step" in text(page, "#welcome")
     go(page, server, "abcd", "ef")
+    assert "tokens a verify step" in text(page, ".meta")
+    assert "verify step one pass of the model" in text(page, ".legend")
     assert texts(page, ".step:first-child .bonus") == ["d"]
     border = "getComputedStyle(document.querySelector({!r})).borderBottomWidth"
     assert page.run(border.format(".step .bonus")) == "2px"
@@ -137,11 +142,8 @@ def test_acceptance_length_and_bars_are_those_of_the_steps(page, server):
     assert heights == ["100%"] * 2 + ["50%"] * 2 + ["0%"] * 11
 
 
-def test_figures_are_unknown_until_the_first_token(page, server):
+def test_figures_are_unknown_until_the_first_token_and_come_with_text_while_the_answer_runs(page, server):
     assert [text(page, f"#{name}") for name in ("rate", "length", "steps", "first")] == ["-"] * 4
-
-
-def test_figures_and_text_come_while_the_answer_runs(page, server):
     ask(page, "go")
     request_id = server.answer(server.bytes("abc"))
     page.until("document.querySelector('#length').textContent === '3.00'")
@@ -272,12 +274,6 @@ def test_reasoning_is_shown_apart_from_the_answer_and_both_in_steps(tab, model_f
         assert texts(tab, ANSWER) == ["yes and no"]
 
 
-def test_nothing_is_fetched_from_any_other_origin(page, server):
-    go(page, server, "fine")
-    fetched = [url.removeprefix(server.url) for url in page.requests if not url.startswith("data:")]
-    assert fetched == ["/", "/ready", "/v1/models", "/v1/chat/completions"]
-
-
 def test_the_api_page_lists_every_operation_and_fetches_nothing_from_elsewhere(tab, server):
     tab.open(f"{server.url}/docs")
     tab.until("document.querySelectorAll('#schemas details').length")
@@ -324,13 +320,6 @@ def test_on_a_phone_figures_and_legend_are_folded_and_the_answer_has_480_pixels(
     page.resize(1200, 800)
     page.until("document.querySelector('#panel').open")
     assert [is_shown(page, box) for box in (*folded, "#brief")] == [True, True, True, False]
-
-
-def test_verify_step_is_explained_before_the_first_answer_and_beside_the_figures(page, server):
-    assert "verify step" in text(page, "#welcome")
-    go(page, server, "abcd", "ef")
-    assert "tokens a verify step" in text(page, ".meta")
-    assert "verify step one pass of the model" in text(page, ".legend")
 
 
 def test_a_call_is_shown_as_a_call_and_what_is_typed_next_is_its_result(tab, model_folder):

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests import ROOT
 from tools.bench.own_server import free_port
 
@@ -37,6 +39,12 @@ ENVIRONMENT = {
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "HF_HUB_OFFLINE": "1",
 }
+
+
+def skip_without_ray() -> None:
+    """Skip a test where Ray is not installed. With CI set that is a failure."""
+    if not PYTHON.exists():
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("Ray is not installed: `make test-ray`")
 
 
 class Cluster:

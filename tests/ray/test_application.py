@@ -5,11 +5,10 @@ import os
 import subprocess
 from typing import Any
 
-import pytest
 import yaml
 
 from tests import ROOT
-from tests.ray.cluster import PYTHON
+from tests.ray.cluster import PYTHON, skip_without_ray
 
 PROGRAM = """
 import json, sys
@@ -35,8 +34,7 @@ print(json.dumps(found))
 
 def asked(*args: dict[str, Any], proxy: str = "1") -> list[Any]:
     """Return what is asked of Ray for each set of arguments, or why it is refused."""
-    if not PYTHON.exists():
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("Ray is not installed: `make test-ray`")
+    skip_without_ray()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_SERVE_ENABLE_HA_PROXY": proxy}
     command = [PYTHON, "-c", PROGRAM, json.dumps(args)]
     return list(json.loads(subprocess.check_output(command, env=environment, text=True).splitlines()[-1]))

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests import ROOT
-from tests.ray.cluster import ENVIRONMENT, PATIENCE, PYTHON, SETTINGS, engines, until
+from tests.ray.cluster import ENVIRONMENT, PATIENCE, PYTHON, SETTINGS, engines, skip_without_ray, until
 from tools.bench.own_server import free_port
 
 
@@ -66,8 +66,7 @@ def end(program: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
-    if not PYTHON.exists():
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("Ray is not installed: `make test-ray`")
+    skip_without_ray()
     ports = [free_port() for _ in range(3)]
     head = Head(ports, tmp_path_factory.mktemp("ray") / "log")
     with TemporaryDirectory() as folder:  # a socket's path has 107 bytes at most

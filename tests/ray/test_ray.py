@@ -12,7 +12,7 @@ import httpx
 import pytest
 from openai import APIConnectionError, APIError, APIStatusError, OpenAI
 
-from tests.ray.cluster import PATIENCE, PYTHON, SETTINGS, Cluster, cluster, engines, until
+from tests.ray.cluster import PATIENCE, SETTINGS, Cluster, cluster, engines, skip_without_ray, until
 from tests.server.demo import ready
 
 PROMPTS = ["Count from one to nine.", "The fox said:", "def add(a, b):", "1, 2, 3, 4,", "Once upon a time", "Hello"]
@@ -41,9 +41,8 @@ def num_ended(url: str) -> float:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A cluster with two replicas. With CI set it must be there."""
-    if not PYTHON.exists():
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("Ray is not installed: `make test-ray`")
+    """A cluster with two replicas."""
+    skip_without_ray()
     with cluster(tmp_path_factory.mktemp("ray") / "log") as running:
         assert running.deploy() == {"states": {"RUNNING": 2}}
         yield running
