@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import track
 
 from tests import ROOT
 from tests.exhaustive.acceptance import FLOOR, NEAR, WAYS, answers, cold_run, keeps
@@ -111,51 +111,28 @@ def main() -> int:
     return 0 if kept else 1
 
 
-def progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    )
-
-
 def prove(subjects: list[Subject], cases: list[Case]) -> list[Findings]:
     findings = [Findings(subject) for subject in subjects]
-    with progress() as bars:
-        tasks = [bars.add_task(s.name, total=len(PLAIN_CASES) * len(s.prompts) + len(cases)) for s in subjects]
-        for found, task in zip(findings, tasks, strict=True):
-            subject = found.subject
-            for plain in PLAIN_CASES:
-                texts = []
-                for text in subject.plain(plain):
-                    texts.append(text)
-                    bars.advance(task)
-                found.plain.append((plain, subject.compare(texts, plain)))
-            for case in cases:
-                run = subject.run(case)
-                comparison = subject.compare(run.texts, case)
-                for difference in comparison.differences:
-                    console.print(f"{subject.name} {case}: {difference}")
-                found.cases.append((case, run, comparison))
-                bars.advance(task)
+    for found in findings:
+        subject = found.subject
+        for plain in track(PLAIN_CASES, f"{subject.name}, plain", console=console):
+            found.plain.append((plain, subject.compare(list(subject.plain(plain)), plain)))
+        for case in track(cases, subject.name, console=console):
+            run = subject.run(case)
+            comparison = subject.compare(run.texts, case)
+            for difference in comparison.differences:
+                console.print(f"{subject.name} {case}: {difference}")
+            found.cases.append((case, run, comparison))
     return findings
 
 
 def measure_acceptance() -> dict[str, dict[str, Run]]:
     """Return the run of each way of running, by domain."""
-    acceptance: dict[str, dict[str, Run]] = {}
-    with progress() as bars:
-        task = bars.add_task("acceptance", total=len(FLOOR) * (1 + len(WAYS)))
-        for domain in FLOOR:
-            acceptance[domain] = {"cold, alone": cold_run(domain)}
-            bars.advance(task)
-            for name, way in WAYS.items():
-                acceptance[domain][name] = way(domain)
-                bars.advance(task)
-    return acceptance
+    ways = {"cold, alone": cold_run} | WAYS
+    return {
+        domain: {name: ways[name](domain) for name in track(ways, f"acceptance, {domain}", console=console)}
+        for domain in FLOOR
+    }
 
 
 def holds(domain: str, runs: dict[str, Run]) -> bool:

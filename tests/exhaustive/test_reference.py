@@ -112,30 +112,16 @@ def test_features_are_the_residual_stream_and_refuse_the_last_layer(target):
 
 # Sampling
 
-GOLDEN_0_0 = [0x22BEAA4B, 0xD4B4DE36, 0xC6E47D63]
-GOLDEN_OTHER = [0x43F55BD1, 0x31F4E28C, 0x26069CDD]
 
-
-def test_the_hash_is_the_one_that_was_agreed():
-    """Pinned, and made again with numpy's wrapping 32-bit words."""
-    np = pytest.importorskip("numpy")
-
-    def mix32(x):
-        x = x ^ (x >> np.uint32(16))
-        x = x * np.uint32(0x7FEB352D)
-        x = x ^ (x >> np.uint32(16))
-        x = x * np.uint32(0x846CA68B)
-        return x ^ (x >> np.uint32(16))
-
-    for seed, position in [(0, 0), (1, 7), (2**64 - 1, 2**32 - 1), (0x9E3779B9, 0), (0x0123456789ABCDEF, 4095)]:
-        state = mix32(np.array([(seed & 0xFFFFFFFF) ^ 0x9E3779B9], dtype=np.uint32))
-        state = mix32(state ^ np.uint32(seed >> 32))
-        state = mix32(state ^ np.uint32(position))
-        hashes = mix32(state ^ mix32(np.arange(500, dtype=np.uint32) + np.uint32(0x85EBCA6B)))
-        assert token_hashes(seed, position, 500) == hashes.tolist()
-    assert mix(0) == 0
-    assert token_hashes(0, 0, 3) == GOLDEN_0_0
-    assert token_hashes(0x0123456789ABCDEF, 4095, 3) == GOLDEN_OTHER
+@pytest.mark.parametrize(
+    ("seed", "position", "hashes"),
+    [
+        (0, 0, [0x22BEAA4B, 0xD4B4DE36, 0xC6E47D63]),
+        (0x0123456789ABCDEF, 4095, [0x43F55BD1, 0x31F4E28C, 0x26069CDD]),
+    ],
+)
+def test_the_hash_is_the_one_that_was_agreed(seed, position, hashes):
+    assert mix(0) == 0 and token_hashes(seed, position, 3) == hashes
 
 
 # Decoding

@@ -58,17 +58,6 @@ def test_prefill_in_chunks_gives_transformers_logits_and_hidden_states(checkpoin
     assert_logits_close(feeder.features(seq), features(target, text, checkpoint.taps))
 
 
-def test_decoding_token_by_token_gives_transformers_logits_and_hidden_states(checkpoint: Checkpoint):
-    feeder, text = Feeder(checkpoint.engine(page_size=16)), checkpoint.prompts[0]
-    seq = feeder.sequence(text)
-    feeder.feed(prefills=[(seq, 5)])
-    while seq.num_computed < len(text):
-        feeder.feed(decodes=[seq])
-    target = load_transformers(checkpoint.folder)
-    assert_logits_close(feeder.logits(seq), teacher_forced(target, text))
-    assert_logits_close(feeder.features(seq), features(target, text, checkpoint.taps))
-
-
 @pytest.mark.parametrize("page_size", [1, 4, 128])
 def test_a_ragged_batch_of_decodes_and_chunks_gives_each_its_own_logits(checkpoint: Checkpoint, page_size: int):
     feeder = Feeder(checkpoint.engine(page_size=page_size))

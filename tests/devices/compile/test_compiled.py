@@ -349,16 +349,15 @@ def test_what_cannot_be_compiled_runs_by_operators_if_nobody_asked(pair, setting
     assert (found.forwards, found.can_be_compiled) == ("by operators", False)
 
 
-def test_without_a_compiler_it_is_refused_if_asked_for(pair, monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert not engine_of(pair).can_be_compiled
-    with pytest.raises(UnsupportedError, match="--compile: there is no g\\+\\+"):
-        engine(pair, compile=True)
-
-
-def test_where_the_compiler_makes_no_operators_it_is_refused_if_asked_for(pair, monkeypatch):
+@pytest.mark.parametrize(
+    ("there", "said"), [(False, r"there is no g\+\+"), (True, ".* cannot make this server's operators")]
+)
+def test_without_a_compiler_that_makes_operators_it_is_refused_if_asked_for(pair, monkeypatch, there, said):
     """Like clang++, or where a disk is full. Forwards without a plan for PyTorch's attention could not be traced."""
-    monkeypatch.setattr(linear, "_operator", lambda: None)
+    if there:
+        monkeypatch.setattr(linear, "_operator", lambda: None)
+    else:
+        monkeypatch.setenv("CXX", "no-such-compiler")
     assert not engine_of(pair).can_be_compiled
-    with pytest.raises(UnsupportedError, match=r"--compile: .* cannot make this server's operators"):
+    with pytest.raises(UnsupportedError, match=f"--compile: {said}"):
         engine(pair, compile=True)
