@@ -66,7 +66,6 @@ def launches(opened: Open, extent: Extent, lens: Lens, timed: Timer) -> Result:
     own = _geometry(call)
     most = min(MAX_SPLITS, 2 * own.splits)
     others = [replace(own, splits=count) for count in (own.splits, max(1, own.splits // 2), most)]
-    others += [replace(own, chained=not own.chained)]
     others += [replace(own, tokens=tokens, warps=warps, stages=stages) for tokens, warps, stages in TILES]
 
     def us(at: Geometry) -> Result:
@@ -82,7 +81,7 @@ def launches(opened: Open, extent: Extent, lens: Lens, timed: Timer) -> Result:
 
 
 def _shown(at: Geometry) -> str:
-    return f"{at.splits} splits, {at.tokens} tokens, {at.warps} warps, {at.stages} stages" + ", chained" * at.chained
+    return f"{at.splits} splits, {at.tokens} tokens, {at.warps} warps, {at.stages} stages"
 
 
 def prompts_parts(options: Options, ends: float) -> list[Part]:

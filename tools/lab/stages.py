@@ -84,7 +84,7 @@ def traced(*, on_gpu: bool) -> Iterator[list[Launch]]:
 def launches(events: Iterable[Any], *, on_gpu: bool) -> list[Launch]:
     """Return the kernels among a trace's events by their start. A trace of a GPU has copies and calls of the host too.
 
-    A chained kernel begins before the one in front of it ends, and only its time behind that counts.
+    A kernel of cuBLAS may begin before the previous one ends, and only its time after that counts.
     """
     part, found, last = "target", list[Launch](), 0.0
     for event in sorted(events, key=lambda event: event.time_range.start):

@@ -23,13 +23,13 @@ from tools.report.part import Part, Result
 ANSWER = 256
 ROUNDS = 6
 FIRST = "DFlash"
-NOTHING_TUNED: dict[str, Any] = {"tiles": {}, "products": {}, "chained": False}
+NOTHING_TUNED: dict[str, Any] = {"tiles": {}, "products": {}}
 """Attributes of a CudaBackend that has chosen no launch by timing."""
 ATTENTION: dict[str, Callable[[Any], dict[str, Any]]] = {
     "half of attention's splits": lambda at: {"splits": max(1, at.splits // 2)},
     "twice attention's splits": lambda at: {"splits": min(MOST_SPLITS, 2 * at.splits)},
 }
-"""Launches of attention by what they change of a Geometry. Chaining is programmatic dependent launch."""
+"""Launches of attention by what they change of a Geometry."""
 MOST_SPLITS = 16
 """Largest number of splits that attention takes."""
 
@@ -81,9 +81,6 @@ def others(engine: Engine, concurrency: int) -> dict[str, Way]:
     if any(chosen != "default" for chosen in engine.tuned.values()):
         with patch.multiple(own.backend, **NOTHING_TUNED):
             found[f"{FIRST}, launches by default"] = Way(captured(engine, own, concurrency))
-    if hasattr(own.backend, "chained"):
-        with patch.object(own.backend, "chained", not own.backend.chained):
-            found[f"{FIRST}, chaining the other way"] = Way(captured(engine, own, concurrency))
     for name, change in ATTENTION.items() if hasattr(own.backend, "geometry") else ():
         with changed_attention(own.backend, change) as differs:
             runner = captured(engine, own, concurrency)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.cuda.launch import MAX_TILES, chain, counters, dot_size, items_per_program, operand, wait_if_chained
+from app.engine.cuda.launch import MAX_TILES, counters, dot_size, items_per_program, operand
 from app.engine.device.base import AttentionMask, AttentionMetadata, Heads, LayerKv
 
 LOG2_E = tl.constexpr(log2(e))
@@ -42,7 +42,6 @@ class Geometry:
     `rows` are the query rows of a tile. `tiles` are over all sequences, and a tile without rows ends at once. K and V
     of each tile are split over `splits` programs, which read `tokens` at a time. `warps` and `stages` are Triton's.
     With a `chunk` of tokens the programs of a tile share fixed chunks of that size; 0 gives each one contiguous share.
-    A `chained` launch may begin before the previous kernel ends.
     """
 
     rows: int
@@ -52,7 +51,6 @@ class Geometry:
     warps: int
     stages: int
     chunk: int = 0
-    chained: bool = False
 
 
 class Tile(NamedTuple):
@@ -86,7 +84,6 @@ def geometry(
     tile: Tile | None = None,
     *,
     fixed: bool = False,
-    chained: bool = False,
 ) -> Geometry:
     """Return the shape of a launch for sequences of `query_lens` rows.
 
@@ -104,7 +101,7 @@ def geometry(
     most = -(-tile.waves * multiprocessors // (busy * heads.num_kv_heads))
     tiles = num_seqs if plain else num_seqs + num_rows // rows
     splits = most if fixed else 1 << (min(MAX_SPLITS, most).bit_length() - 1)
-    return Geometry(rows, tiles, splits, tile.tokens, tile.warps, tile.stages, CHUNK if fixed else 0, chained)
+    return Geometry(rows, tiles, splits, tile.tokens, tile.warps, tile.stages, CHUNK if fixed else 0)
 
 
 def splits_of_chunks(launch: Geometry, numbers: int, tokens: int) -> tuple[int, int]:
@@ -174,7 +171,6 @@ def paged_attention(
         BLOCK_N=launch.tokens,
         num_warps=launch.warps,
         num_stages=launch.stages,
-        **chain(on=launch.chained),
     )
     if splits > 1 and not in_flight:
         num_heads = num_rows * heads
@@ -191,7 +187,6 @@ def paged_attention(
             DIM=dim,
             BLOCK=block,
             IN_FLIGHT=PARTIALS_IN_FLIGHT if launch.chunk else min(PARTIALS_IN_FLIGHT, splits),
-            **chain(on=launch.chained),
         )
     return o
 
@@ -245,7 +240,6 @@ def attend(
     WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
     """Compute a tile over one split of its sequence's tokens.
 
@@ -257,7 +251,6 @@ def attend(
     o) for `combine`, or for the last program of the tile if IN_FLIGHT is not 0. That one adds them in the order of the
     splits, IN_FLIGHT at a time, so no bit depends on which program is last.
     """
-    wait_if_chained(CHAINED)
     split, kv_head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(0)
     seq, first, first_q, q_len, kv_len = locate_tile(cu_q_ptr, kv_len_ptr, tile, num_seqs, ROWS)
@@ -428,10 +421,8 @@ def combine(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     IN_FLIGHT: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
     """Add the partial results of BLOCK heads in their order, all of them or each head's count."""
-    wait_if_chained(CHAINED)
     head = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = head < num_heads
     count = tl.where(inside, num_partials, 0)

@@ -16,7 +16,7 @@ from app.engine.cuda.prefill import Packed
 from app.engine.cuda.products import Product
 from app.engine.cuda.torch_backend import TorchCudaBackend
 from app.engine.cuda.tune import Measure, Question
-from app.engine.device.base import AttentionMask, AttentionMetadata, Graph, Heads, LayerKv, ProjectedRows, Rotation
+from app.engine.device.base import AttentionMask, AttentionMetadata, Graph, Heads, LayerKv, Rotation
 from app.engine.device.moe import ExpertWeights, MoeConfig
 from app.engine.errors import UnsupportedError
 
@@ -33,8 +33,7 @@ class CudaBackend(TorchCudaBackend):
     Groups of at most TILE_ROWS rows a sequence, on average, go through our attention, which reads all lengths on the
     device. Prompts go through PyTorch's. On a CPU the kernels run in Triton's interpreter.
 
-    `tiles`, `products` and `chained` are what `tune` chose: variants of attention by heads, those of products by their
-    key, and whether launches begin before the previous kernel ends.
+    `tiles` and `products` are what `tune` chose: variants of attention by heads, and those of products by their key.
     """
 
     captures = True
@@ -45,7 +44,6 @@ class CudaBackend(TorchCudaBackend):
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if self.on_gpu else 4
         self.tiles: dict[Heads, Tile] = {}
         self.products: dict[products.Key, Product] = {}
-        self.chained = False
         self.packs_prompts = self.on_gpu
         """True if `varlen_attn` reads prompts, which `check` tries."""
         self._graph_pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
@@ -90,26 +88,22 @@ class CudaBackend(TorchCudaBackend):
         """Return the shape of the launch. A graph holds that of its capture."""
         heads, fixed = Heads(q_thd.shape[1], *kv.k.shape[2:]), self.batch_invariant
         tile = self.tiles.get(heads) if max(meta.query_lens) <= 1 and not fixed else None
-        shape = meta.query_lens, heads, kv.k.dtype, self.multiprocessors
-        return geometry(*shape, tile, fixed=fixed, chained=self.chained)
+        return geometry(meta.query_lens, heads, kv.k.dtype, self.multiprocessors, tile, fixed=fixed)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rows.add_rms_norm(x, None, weight, eps, chained=self.chained)[0]
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return rows.add_rms_norm(x, residual, weight, eps, chained=self.chained)
+        return rows.add_rms_norm(x, None, weight, eps)[0]
 
     def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         variant = self._variant(x, gate_up, gated=True)
         if variant is None:
-            return self.linear(rows.silu_mul(self.linear(x, gate_up), chained=self.chained), down)
-        return self.linear(products.linear(x, gate_up, variant, gated=True, chained=self.chained), down)
+            return self.linear(rows.silu_mul(self.linear(x, gate_up)), down)
+        return self.linear(products.linear(x, gate_up, variant, gated=True), down)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         variant = self._variant(x, weight) if bias is None else None
         if variant is None:
             return super().linear(x, weight, bias)
-        return products.linear(x, weight, variant, chained=self.chained)
+        return products.linear(x, weight, variant)
 
     def _variant(self, x: Tensor, weight: Tensor, *, gated: bool = False) -> Product | None:
         """Return the variant that was chosen for this product, or None for PyTorch's."""
@@ -137,17 +131,15 @@ class CudaBackend(TorchCudaBackend):
     def questions(
         self, decoders: Sequence[Heads], weights: Mapping[str, Sequence[Tensor]], max_num_seqs: int, page_size: int
     ) -> list[Question]:
-        """Return the launches that `tune` times. Chaining comes last, because it is timed over what was chosen."""
-        if not (first := next(iter(weights.values()), None)) or first[0].dtype.itemsize != 2:
+        """Return the launches that `tune` times."""
+        first = next(iter(weights.values()), None)
+        if self.batch_invariant or not first or first[0].dtype.itemsize != 2:
             return []
-        found = [] if self.batch_invariant else [*timed_launches.of_products(weights, self.products)]
+        found = [*timed_launches.of_products(weights, self.products)]
         for heads in dict.fromkeys(decoders):
-            if heads.head_dim <= 128 and not self.batch_invariant:
+            if heads.head_dim <= 128:
                 sizes = max_num_seqs, page_size, self.multiprocessors
                 found.append(timed_launches.of_attention(heads, first[0], *sizes, self.tiles))
-        if "qkv" in weights:
-            switch = partial(setattr, self, "chained")
-            found.append(timed_launches.of_chaining(self, switch, decoders[0], weights, page_size))
         return found
 
     def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
@@ -166,10 +158,9 @@ class CudaBackend(TorchCudaBackend):
         """Return `Backend.rotation_at`. An index by brackets becomes int64 first, in a launch of its own."""
         return tuple(table.index_select(0, positions).unsqueeze(1) for table in tables)
 
-    def qkv_into_kv(self, projected: ProjectedRows) -> Tensor:
-        return rows.qkv_into_kv(projected, chained=self.chained)
-
     commit_and_verify = staticmethod(gated_delta.commit_and_verify)
+    add_rms_norm = staticmethod(rows.add_rms_norm)
+    qkv_into_kv = staticmethod(rows.qkv_into_kv)
     context_into_kv = staticmethod(rows.context_into_kv)
     embed_blocks = staticmethod(integers.embed_blocks)
     positions_and_slots = staticmethod(integers.positions_and_slots)

@@ -16,7 +16,7 @@ from app.engine.device.base import AttentionMask, AttentionMetadata
 
 
 class InvariantCudaBackend(CudaBackend):
-    """Backend whose launches follow from a weight or from the heads, never from the rows. Only chaining is timed."""
+    """Backend whose launches follow from a weight or from the heads, never from the rows. Nothing is timed."""
 
     batch_invariant = True
 
@@ -31,4 +31,4 @@ class InvariantCudaBackend(CudaBackend):
         return None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return products.fixed_linear(x, weight, bias, self.multiprocessors, chained=self.chained)
+        return products.fixed_linear(x, weight, bias, self.multiprocessors)

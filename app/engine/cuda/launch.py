@@ -1,27 +1,11 @@
 """What all kernels share. They are compiled on a GPU, and for tests they run in Triton's interpreter on a CPU."""
 
 from functools import cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-
-@triton.jit
-def wait_if_chained(CHAINED: tl.constexpr):
-    """Wait for the end of the previous kernel, and allow the next one to be launched. A kernel calls it first."""
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
-
-
-INTERPRETED = not isinstance(wait_if_chained, triton.JITFunction)
-"""True in the interpreter, where a program of any size takes milliseconds."""
-UPCAST = tl.constexpr(INTERPRETED)
-MAX_TILES = 1 << 14
 
 
 @triton.jit
@@ -30,6 +14,12 @@ def operand(x):
     if UPCAST:
         x = x.to(tl.float32)
     return x
+
+
+INTERPRETED = not isinstance(operand, triton.JITFunction)
+"""True in the interpreter, where a program of any size takes milliseconds."""
+UPCAST = tl.constexpr(INTERPRETED)
+MAX_TILES = 1 << 14
 
 
 def dot_size(count: int) -> int:
@@ -49,8 +39,3 @@ def counters(device: torch.device) -> Tensor:
     Launches that share it must follow one another, as those of one stream do.
     """
     return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
-
-
-def chain(*, on: bool) -> dict[str, Any]:
-    """Return options of a launch that may begin before the previous kernel ends (programmatic dependent launch)."""
-    return {"CHAINED": on and not INTERPRETED, "launch_pdl": on}

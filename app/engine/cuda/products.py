@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.cuda.launch import MAX_TILES, chain, counters, dot_size, operand, wait_if_chained
+from app.engine.cuda.launch import MAX_TILES, counters, dot_size, operand
 from app.engine.errors import UnsupportedError
 
 MAX_ROWS = 64
@@ -23,9 +23,6 @@ SHARED_MEMORY = 227 << 10
 """Bytes of a program on sm_90."""
 ROWS = (1, 16, 32, MAX_ROWS)
 """Most rows of the products that share a variant. One row is apart: cuBLAS has a matrix-vector kernel for it."""
-PREFETCHED = tl.constexpr(64 << 10)
-"""Bytes of weights that a chained program prefetches before it waits. Two programs a multiprocessor ask for 17 MB. An
-H200's memory reads these in 4 us, and a third of its L2 cache holds them."""
 
 
 class Product(NamedTuple):
@@ -62,7 +59,7 @@ def key(weight: Tensor, num_rows: int, *, gated: bool) -> Key:
     return out_features, in_features, gated, next(most for most in ROWS if most >= num_rows)
 
 
-def linear(x: Tensor, weight: Tensor, variant: Product, *, gated: bool = False, chained: bool = False) -> Tensor:
+def linear(x: Tensor, weight: Tensor, variant: Product, *, gated: bool = False) -> Tensor:
     """Return x @ weight.T `[T, out]` for x `[T, in]` of at most MAX_ROWS rows and a weight `[out, in]`.
 
     With `gated` the weight is `[2 * I, in]`, gate first, and the result silu(gate) * up `[T, I]`, from products in fp32
@@ -70,7 +67,7 @@ def linear(x: Tensor, weight: Tensor, variant: Product, *, gated: bool = False, 
     """
     num_rows, in_features = x.shape
     assert num_rows <= MAX_ROWS and fits(variant, len(weight) // (1 + gated), in_features, num_rows, gated=gated)
-    return _launch(x, weight, None, variant, dot_size(num_rows), gated=gated, chained=chained)
+    return _launch(x, weight, None, variant, dot_size(num_rows), gated=gated)
 
 
 def fixed_variant(weight: Tensor, multiprocessors: int) -> Product:
@@ -92,16 +89,14 @@ def fixed_variant(weight: Tensor, multiprocessors: int) -> Product:
     return Product(rows, min(depth, 128 // weight.itemsize), splits, warps=rows // 16)
 
 
-def fixed_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, multiprocessors: int, *, chained: bool = False
-) -> Tensor:
+def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, multiprocessors: int) -> Tensor:
     """Return x @ weight.T + bias `[T, out]` for x `[T, in]` of any number of rows, rounded once.
 
     With few rows each split of K is a program's. With many a program makes all splits of its tile, in the same order.
     """
     variant = fixed_variant(weight, multiprocessors)
     tiles = triton.cdiv(len(weight), variant.rows) * triton.cdiv(len(x), FIXED_ROWS)
-    return _launch(x, weight, bias, variant, FIXED_ROWS, one_program=tiles >= multiprocessors, chained=chained)
+    return _launch(x, weight, bias, variant, FIXED_ROWS, one_program=tiles >= multiprocessors)
 
 
 def _launch(
@@ -113,10 +108,8 @@ def _launch(
     *,
     gated: bool = False,
     one_program: bool = False,
-    chained: bool = False,
 ) -> Tensor:
     """Launch `product` for tiles of `columns` rows. With `one_program` a program makes all splits of its tile."""
-    chained = chained and weight.data_ptr() % 16 == 0  # a prefetch from another address would be a fault
     num_rows, in_features = x.shape
     out_features = len(weight) // (1 + gated)
     tiles, row_tiles = triton.cdiv(out_features, variant.rows), triton.cdiv(num_rows, columns)
@@ -145,7 +138,6 @@ def _launch(
         BLOCK_K=variant.depth,
         num_warps=variant.warps,
         num_stages=variant.stages,
-        **chain(on=chained),
     )
     return out
 
@@ -167,17 +159,11 @@ def product(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
     """Compute a tile of the result over one of `splits` shares of K, and finish it if the other programs have.
 
     With LOOPS a program makes all shares. Sizes of the weight are no part of what is compiled, because a start must try
     several variants in seconds.
-
-    With CHAINED a program prefetches weights into the L2 cache, and then waits for the end of the previous kernel. It
-    reads and writes memory only after that. Each program waits, so the previous kernel ended after all kernels before
-    it. Then no partial result, counter or output is touched while an earlier kernel uses its memory, as if nothing were
-    chained. A line of the L2 cache cannot be stale, because all multiprocessors write there.
     """
     row_tile, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     columns = tl.arange(0, BLOCK_N)
@@ -189,13 +175,6 @@ def product(
     w = w_ptr + column.to(tl.int64)[:, None] * in_features + depth[None, :]
     x = x_ptr + rows.to(tl.int64)[None, :] * in_features + depth[:, None]
     up_of_w = w + out_features.to(tl.int64) * in_features
-    if CHAINED:
-        share_of_w = w_ptr + split * steps * BLOCK_K
-        inside = tl.minimum(column, out_features - 1)
-        prefetch(share_of_w, inside, in_features, steps * BLOCK_K, BLOCK_N * (1 + GATED))
-        if GATED:
-            prefetch(share_of_w, inside + out_features, in_features, steps * BLOCK_K, BLOCK_N * 2)
-    wait_if_chained(CHAINED)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if LOOPS:
@@ -239,19 +218,6 @@ def product(
             acc = acc / (1.0 + tl.exp(-acc)) * up
         out = out_ptr + rows.to(tl.int64)[None, :] * out_features + column[:, None]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=is_row & is_column)
-
-
-@triton.jit
-def prefetch(w_ptr, row, in_features, count, ROWS: tl.constexpr):
-    """Have the L2 cache read the first `count` numbers of each row of W, but no more than its share of PREFETCHED.
-
-    A row has two threads, and each asks for half. Addresses and sizes are multiples of 16 bytes.
-    """
-    size: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
-    half = tl.minimum(count, PREFETCHED // (size * ROWS)) // 2
-    address = w_ptr + row.to(tl.int64)[:, None] * in_features + tl.arange(0, 2)[None, :] * half
-    asm: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], $2; // dummy $0"
-    tl.inline_asm_elementwise(asm, "=r,l,r", [address.to(tl.int64), half * size], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

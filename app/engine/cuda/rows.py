@@ -8,16 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.cuda.launch import chain, items_per_program, wait_if_chained
+from app.engine.cuda.launch import items_per_program
 from app.engine.device.base import ContextRows, ProjectedRows
 
 VECTORS_PER_PROGRAM = 8
 SILU_BLOCK = tl.constexpr(1024)
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, chained: bool = False
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (RMSNorm of x + residual over the last axis, x + residual). The norm is of the rounded sum.
 
     Without a residual the norm is of x, and there is no sum.
@@ -37,7 +35,6 @@ def add_rms_norm(
         SIZE=size,
         VECTORS=vectors,
         num_warps=min(16, max(1, block // 512)),
-        **chain(on=chained),
     )
     return out, total
 
@@ -53,10 +50,8 @@ def norm(
     eps,
     SIZE: tl.constexpr,
     VECTORS: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
     """Normalise VECTORS vectors of SIZE numbers."""
-    wait_if_chained(CHAINED)
     vector = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)
     columns = tl.arange(0, triton.next_power_of_2(SIZE))[None, :]
     inside = (vector < num_vectors)[:, None] & (columns < SIZE)
@@ -72,20 +67,19 @@ def norm(
     tl.store(out_ptr + offset, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate_up: Tensor, *, chained: bool = False) -> Tensor:
+def silu_mul(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up `[T, I]` of `[T, 2I]`, gate first."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, size)
     rows = items_per_program(num_rows, on_gpu=1)
     grid = triton.cdiv(num_rows, rows), triton.cdiv(size, SILU_BLOCK.value)
-    gated[grid](gate_up.contiguous(), out, num_rows, SIZE=size, ROWS=rows, **chain(on=chained))
+    gated[grid](gate_up.contiguous(), out, num_rows, SIZE=size, ROWS=rows)
     return out
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def gated(x_ptr, out_ptr, num_rows, SIZE: tl.constexpr, ROWS: tl.constexpr, CHAINED: tl.constexpr):
+def gated(x_ptr, out_ptr, num_rows, SIZE: tl.constexpr, ROWS: tl.constexpr):
     """Compute SILU_BLOCK columns of ROWS rows."""
-    wait_if_chained(CHAINED)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * SILU_BLOCK + tl.arange(0, SILU_BLOCK)[None, :]
     inside = (row < num_rows)[:, None] & (columns < SIZE)
@@ -96,11 +90,11 @@ def gated(x_ptr, out_ptr, num_rows, SIZE: tl.constexpr, ROWS: tl.constexpr, CHAI
     tl.store(out_ptr + row * SIZE + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def qkv_into_kv(projected: ProjectedRows, *, chained: bool = False) -> Tensor:
+def qkv_into_kv(rows: ProjectedRows) -> Tensor:
     """Return `Backend.qkv_into_kv`."""
-    num_rows, all_heads, dim = projected.qkv.shape
-    q = projected.qkv.new_empty(num_rows, all_heads - 2 * projected.kv.k.shape[2], dim)
-    _rope_and_write(projected, q, layers=1, chained=chained)
+    num_rows, all_heads, dim = rows.qkv.shape
+    q = rows.qkv.new_empty(num_rows, all_heads - 2 * rows.kv.k.shape[2], dim)
+    _rope_and_write(rows, q, layers=1)
     return q
 
 
@@ -112,7 +106,7 @@ def context_into_kv(rows: ContextRows) -> None:
     _rope_and_write(projected, None, layers=len(k_norm))
 
 
-def _rope_and_write(projected: ProjectedRows, q: Tensor | None, *, layers: int, chained: bool = False) -> None:
+def _rope_and_write(projected: ProjectedRows, q: Tensor | None, *, layers: int) -> None:
     qkv, q_norm, k_norm, eps, rotation, kv, slot_mapping = projected
     num_vectors, dim = qkv.shape[0] * qkv.shape[1], qkv.shape[2]
     vectors = items_per_program(num_vectors, VECTORS_PER_PROGRAM)
@@ -133,7 +127,6 @@ def _rope_and_write(projected: ProjectedRows, q: Tensor | None, *, layers: int, 
         HALF=dim // 2,
         VECTORS=vectors,
         num_warps=min(4, max(1, VECTORS_PER_PROGRAM * dim // 256)),
-        **chain(on=chained),
     )
 
 
@@ -155,13 +148,11 @@ def rope_and_write(
     LAYERS: tl.constexpr,
     HALF: tl.constexpr,
     VECTORS: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
     """Normalise (with norms) and rotate VECTORS heads of q and k. K and the unchanged V go to the row's slot.
 
     A row is of one of LAYERS layers, each with its own norm of k. The rows of a token's layers share its rotation.
     """
-    wait_if_chained(CHAINED)
     vector = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)
     inside = vector < num_vectors
     row = (vector // (HEADS + 2 * KV_HEADS)).to(tl.int64)

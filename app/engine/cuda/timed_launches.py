@@ -7,19 +7,18 @@ on 132 multiprocessors at 4.3 TB/s, with 0.9 us between launches:
 |---|---|---|
 | products of 1, 16, 32, 64 rows, by shape | cuBLAS; `products.VARIANTS`, SwiGLU inside | 8 % at 1, 6 % at 32 |
 | attention of one row | `default_tile`; ONE_ROW | 2 % at 32 x 1,000 tokens, 5 to 10 % at 40,000 |
-| chaining of all launches | off; on | 4 % at 1, 3 % at 32; it costs one flag |
 
-What has one variant, because another would win less than 2 %: attention of blocks (three tiles in flight reach the
-memory's rate), the place of partial results (the last program of a tile of one row saves a launch), the search for a
-tile's sequence (a map saves 0.03 ms), the argmax (inside of the lm_head's product it saves 0.02 ms), and prompts
-(`varlen_attn` needs 0.66 ms for 2,048 rows after 8,000 tokens, and tiles of 16 rows at least 0.95).
+What has one variant, because another would win less than 5 %: programmatic dependent launch (4 % at 1, 3 % at 32),
+attention of blocks (three tiles in flight reach the memory's rate), the place of partial results (the last program of
+a tile of one row saves a launch), the search for a tile's sequence (a map saves 0.03 ms), the argmax (inside of the
+lm_head's product it saves 0.02 ms), and prompts (`varlen_attn` needs 0.66 ms for 2,048 rows after 8,000 tokens, and
+tiles of 16 rows at least 0.95).
 """
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,26 +28,18 @@ from app.engine.cuda import products, rows
 from app.engine.cuda.attention import Tile, geometry, paged_attention
 from app.engine.cuda.products import Product
 from app.engine.cuda.tune import Outputs, Question
-from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, Heads, LayerKv, ProjectedRows
+from app.engine.device.base import AttentionMask, AttentionMetadata, Heads, LayerKv
 
 MAX_SEQS = 32
 CONTEXT = 1024
 """Tokens of a sequence whose last row or block is timed."""
 CALLS = 16
 """Calls of attention in a row, because a single launch is too short to time."""
-BLOCK = 16
-EPS = 1e-6
 CAUSAL = AttentionMask(causal=True)
 ONE_ROW = [Tile(32, 1, 5, 2), Tile(32, 2, 5, 2), Tile(64, 4, 7, 2)]
 """Fewer warps have fewer barriers a tile, and more stages more bytes in flight."""
 Weights = Mapping[str, Sequence[Tensor]]
 """Weights `[out, in]` of all layers by name. One called "gate_up" is `[2 * I, H]` and has its SwiGLU."""
-
-
-class Chaining(NamedTuple):
-    """Variant of all launches."""
-
-    on: int = 1
 
 
 def of_products(weights: Weights, chosen: dict[products.Key, Product]) -> Iterator[Question]:
@@ -93,44 +84,6 @@ def of_attention(
     sizes = f"{heads.num_heads} and {heads.num_kv_heads} heads of {heads.head_dim}"
     name = f"attention of one row, {sizes}, {num_seqs} sequences, pages of {page_size}"
     return Question(name, ONE_ROW, run, partial(chosen.__setitem__, heads))
-
-
-def of_chaining(
-    backend: Backend, switch: Callable[[bool], None], heads: Heads, weights: Weights, page_size: int
-) -> Question:
-    """Return whether launches begin before the previous kernel ends, timed over the layers of `weights`.
-
-    `switch` turns it on and off. What the layers leave is compared, so an overlap that breaks an order is found.
-    """
-    qkv, dim = weights["qkv"], heads.head_dim
-    hidden = qkv[0].shape[1]
-    x, residual, norm = _noise(qkv[0], BLOCK, hidden), _noise(qkv[0], BLOCK, hidden), _noise(qkv[0], hidden)
-    cos, sin = _noise(qkv[0], 2, BLOCK, 1, dim)
-    operands = cache(partial(_paged, heads, qkv[0], [BLOCK], page_size))
-
-    def layer(number: int) -> Outputs:
-        q, kv, meta = operands()
-        normed, total = backend.add_rms_norm(x, residual, norm, EPS)
-        projected = backend.linear(normed, qkv[number]).view(BLOCK, -1, dim)
-        slots = meta.page_table[0, :1] * page_size + torch.arange(BLOCK, dtype=torch.int32, device=x.device)
-        head_norm = norm[:dim]
-        rotated = backend.qkv_into_kv(ProjectedRows(projected, head_norm, head_norm, EPS, (cos, sin), kv, slots))
-        o = backend.attention(q, kv, meta, CAUSAL)
-        results = [normed, total, rotated, kv.k, kv.v, o]
-        if "gate_up" in weights and "down" in weights:
-            results.append(backend.gated_mlp(normed, weights["gate_up"][number], weights["down"][number]))
-        return tuple(results)
-
-    def run(variant: Chaining | None) -> Outputs:
-        switch(variant is not None)
-        try:
-            for number in range(len(qkv)):
-                results = layer(number)
-        finally:
-            switch(False)
-        return results
-
-    return Question(f"chaining of layers of {hidden}", [Chaining()], run, lambda chosen: switch(True))
 
 
 def _noise(like: Tensor, *shape: int) -> Tensor:

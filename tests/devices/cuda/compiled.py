@@ -50,7 +50,6 @@ EXPERTS = {
 """Hidden size -> experts of Qwen3-30B-A3B and of gpt-oss-20b."""
 GATED_DELTA = [(16, 48, 128), (4, 4, 256)]
 """(heads of q and k, heads of v, head size) of Qwen3.5-27B, and the largest head."""
-PREFETCH = r"\.bulk\.prefetch\.L2"
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
@@ -121,10 +120,10 @@ def launch_all(config: dict[str, Any], backend: CudaBackend) -> None:
 
 
 def launch_products() -> None:
-    """Every variant, gated and not, chained and not, at each number of columns of a tile."""
-    for variant, rows, gated, chained in product(products.VARIANTS, (1, 32, 64), (False, True), (False, True)):
+    """Every variant, gated and not, at each number of columns of a tile."""
+    for variant, rows, gated in product(products.VARIANTS, (1, 32, 64), (False, True)):
         if products.fits(variant, 4096, 4096, rows, gated=gated):
-            products.linear(empty(rows, 4096), empty(8192, 4096), variant, gated=gated, chained=chained)
+            products.linear(empty(rows, 4096), empty(8192, 4096), variant, gated=gated)
 
 
 def launch_fixed_products() -> None:
@@ -132,8 +131,8 @@ def launch_fixed_products() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         weight, bias = empty(4096, 4096, dtype=dtype), empty(4096, dtype=dtype)
         assert products.fixed_variant(weight, 132).splits > 1
-        for rows, some, chained in product((16, 512), (None, bias), (False, True)):
-            products.fixed_linear(empty(rows, 4096, dtype=dtype), weight, some, 132, chained=chained)
+        for rows, some in product((16, 512), (None, bias)):
+            products.fixed_linear(empty(rows, 4096, dtype=dtype), weight, some, 132)
 
 
 def launch_fixed_attention() -> None:
@@ -148,23 +147,15 @@ def launch_fixed_attention() -> None:
 
 
 def launch_timed() -> None:
-    """Variants of `--tune`: attention of one row, and launches that may begin before the previous kernel ends."""
+    """Variants of `--tune`: attention of one row."""
     kv = LayerKv(*(empty(4096, 16, 8, 128) for _ in range(2)))
-    rotation = empty(16, 1, 128), empty(16, 1, 128)
-    for kind, tile, chained in product((CudaBackend, InvariantCudaBackend), (None, *ONE_ROW), (False, True)):
-        backend = kind(torch.device("cpu"))
-        backend.multiprocessors, backend.chained = 132, chained
-        if tile:
-            backend.tiles = {Heads(32, 8, 128): tile}
-        for rows, mask in product(([1], [16], [1] * 32), MASKS):
+    for tile in ONE_ROW:
+        backend = CudaBackend(torch.device("cpu"))
+        backend.multiprocessors, backend.tiles = 132, {Heads(32, 8, 128): tile}
+        for rows, mask in product(([1], [1] * 32), MASKS):
             seqs = len(rows)
             meta = AttentionMetadata(numbers(seqs + 1), numbers(seqs), numbers(seqs, 100), rows, [], 16, {mask: None})
             backend.attention(empty(sum(rows), 32, 128), kv, meta, mask)
-        backend.add_rms_norm(empty(16, 4096), empty(16, 4096), empty(4096), 1e-6)
-        backend.rms_norm(empty(16, 4096), empty(4096), 1e-6)
-        backend.gated_mlp(empty(16, 4096), empty(24576, 4096), empty(4096, 12288))
-        norms = empty(128), empty(128)
-        backend.qkv_into_kv(ProjectedRows(empty(16, 48, 128), *norms, 1e-6, rotation, kv, numbers(16)))
 
 
 def launch_attention(backend: CudaBackend, shapes: list[tuple[int, int, int, torch.dtype]], *, sinks: bool) -> None:
@@ -223,27 +214,6 @@ def launch_experts() -> None:
                 experts.mixture(empty(rows, hidden, dtype=dtype), weights, moe)
 
 
-def prefetched(ptx: str) -> set[int]:
-    """Return the numbers of the pointers among a kernel's arguments that addresses of prefetches are made of."""
-    made: dict[str, set[str]] = {}
-    asked: set[str] = set()
-    for line in ptx.splitlines():
-        line = re.sub(r"^\s*@!?%p\d+", "", line)
-        names = re.findall(r"%\w+|\w+_param_\d+", line) or [""]
-        if re.search(PREFETCH, line):
-            asked.add(names[0])
-            continue
-        several = re.match(r"\s*\S+\s+\{(.*?)\}", line)
-        targets = several[1].count("%") if several else 1
-        for name in names[:targets]:
-            made.setdefault(name, set()).update(names[targets:])
-    sources = set(asked)
-    while more := {source for name in sources for source in made.get(name, ())} - sources:
-        sources |= more
-    pointers = re.findall(r"\.u64 \.ptr .*?(\w+_param_(\d+))", ptx)
-    return {int(number) for name, number in pointers if name in sources}
-
-
 def resources(kernel: Any) -> dict[str, Any]:
     """Resources of the compiled kernel, read by cuobjdump from the cubin: bytes, and registers of a thread."""
     with NamedTemporaryFile(suffix=".cubin") as file:
@@ -251,7 +221,6 @@ def resources(kernel: Any) -> dict[str, Any]:
         file.flush()
         done = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True)
     used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", done.stdout)}
-    before_memory = re.split(rf"(?:ld|st|atom|red)[.\w]*\.global|cp\.async(?!{PREFETCH})", kernel.asm["ptx"])[0]
     return {
         "kernel": kernel.metadata.name,
         "shared": kernel.metadata.shared,
@@ -259,10 +228,6 @@ def resources(kernel: Any) -> dict[str, Any]:
         "stack": used["STACK"],
         "local": used["LOCAL"],
         "warps": kernel.metadata.num_warps,
-        "chained": kernel.metadata.launch_pdl,
-        "waits": before_memory.count("griddepcontrol.wait"),
-        "late prefetches": len(re.findall(PREFETCH, kernel.asm["ptx"].rpartition("griddepcontrol.wait")[2])),
-        "prefetches": sorted(prefetched(kernel.asm["ptx"])),
         "wgmma": "wgmma" in kernel.asm["ptx"],
     }
 

@@ -65,12 +65,6 @@ def test_split_tokens_come_together_again_also_where_a_row_sees_nothing_of_a_par
         check(Paged(*lengths, causal=causal), backend, splits=splits, tokens=16)
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-def test_a_chained_launch_has_the_same_bits(backend, splits):
-    case = Paged([16, 2], [17, 40])
-    assert torch.equal(attended(case, backend, splits=splits, chained=True), attended(case, backend, splits=splits))
-
-
 ORDERS: dict[str, Callable[[int, int], int]] = {
     "as they come": lambda split, count: split,
     "backwards": lambda split, count: count - 1 - split,

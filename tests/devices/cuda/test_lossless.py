@@ -161,7 +161,7 @@ def test_what_is_compared_launches_every_kernel(subject: Subject, monkeypatch: p
     for module in (attention, integers, rows):
         for name, kernel in vars(module).copy().items():
             if type(kernel).__name__ == "InterpretedFunction" and not name.endswith(
-                ("_tokens", "fold", "wait_if_chained", "locate_tile", "scaled", "_partial", "_partials", "operand")
+                ("_tokens", "fold", "locate_tile", "scaled", "_partial", "_partials", "operand")
             ):
                 monkeypatch.setattr(module, name, Counted(kernel, launched))
     core = subject.engine(**GRAPHS).core

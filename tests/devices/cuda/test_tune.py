@@ -170,8 +170,7 @@ def test_what_was_chosen_is_launched_and_gives_the_same_result(monkeypatch: pyte
     backend, own = CudaBackend(CPU), weights()
     shown = backend.tune([DECODER, DECODER], own, 2, 16, lambda call: (next(seconds), call()))
     assert shown["product 64 x 256, 16 rows"] == str(variant) and "SwiGLU 128 x 64, 1 rows" in shown
-    assert len(shown) == 4 * 4 + 2, "four weights at four numbers of rows, attention, and chaining"
-    assert list(shown)[-1] == "chaining of layers of 64" and backend.chained
+    assert len(shown) == 4 * 4 + 1, "four weights at four numbers of rows, and attention"
     (attention,) = [name for name in shown if name.startswith("attention")]
     assert attention == "attention of one row, 4 and 2 heads of 16, 2 sequences, pages of 16"
     assert set(backend.products.values()) == {variant} and backend.tiles == {DECODER: Tile(32, 1, 5, 2)}
@@ -183,12 +182,12 @@ def test_what_was_chosen_is_launched_and_gives_the_same_result(monkeypatch: pyte
         x = torch.randn(num_rows, 256).to(torch.bfloat16)
         found, expected = backend.linear(x, own["o"][0]), F.linear(x, own["o"][0])
         torch.testing.assert_close(found.float(), expected.float(), atol=3e-2, rtol=3e-2)
-    assert launched == [{"chained": True}] * 3, "more rows are cuBLAS's"
+    assert launched == [{}] * 3, "more rows are cuBLAS's"
     x, down = torch.randn(3, 64).to(torch.bfloat16), own["down"][0]
     expected = CudaBackend(CPU).gated_mlp(x, own["gate_up"][0], down)
     found = backend.gated_mlp(x, own["gate_up"][0], down)
     torch.testing.assert_close(found.float(), expected.float(), atol=0.1, rtol=3e-2)
-    assert launched[3] == {"gated": True, "chained": True}
+    assert launched[3] == {"gated": True}
     assert geometry_of(backend, [1, 1]).warps == 1 < geometry_of(backend, [2, 1]).warps, "blocks have one variant"
 
 
@@ -197,40 +196,8 @@ def geometry_of(backend: CudaBackend, query_lens: list[int]) -> Geometry:
     return backend.geometry(case.q, case.kv, case.meta)
 
 
-@pytest.mark.parametrize("kind", [CudaBackend, InvariantCudaBackend])
-@pytest.mark.parametrize("faster", [False, True])
-def test_all_kernels_of_a_layer_are_chained_where_that_was_faster(monkeypatch, tmp_path, kind, faster):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(timed_launches, "CONTEXT", 20)
-    backend = kind(CPU)
-    questions = [asked for asked in backend.questions([DECODER], weights(), 2, 16) if asked.name.startswith("chain")]
-    monkeypatch.setattr(kind, "questions", lambda *_: questions)
-    seconds, chained = iter([1.0, 0.9 if faster else 0.99]), list[bool]()
-
-    def measure(call: Callable[[], Outputs]) -> tuple[float, Outputs]:
-        with monkeypatch.context() as patched:
-            for module in ("attention", "products", "rows"):
-                own = __import__(f"app.engine.cuda.{module}", fromlist=["chain"]).chain
-                patched.setattr(
-                    f"app.engine.cuda.{module}.chain", lambda *, on, own=own: chained.append(on) or own(on=on)
-                )
-            outputs = call()
-        assert len(outputs) == 7 and not backend.chained, "it is off again until it is chosen"
-        return next(seconds), outputs
-
-    shown = backend.tune([DECODER], {}, 2, 16, measure)
-    assert shown == {"chaining of layers of 64": "Chaining(on=1)" if faster else "default"}
-    assert backend.chained == faster and geometry_of(backend, [1, 1]).chained == faster
-    half = len(chained) // 2
-    assert half >= 4 and chained == [False] * half + [True] * half
-
-
-def test_under_batch_invariant_only_chaining_is_timed() -> None:
-    found = InvariantCudaBackend(CPU).questions([DECODER], weights(), 2, 16)
-    assert [question.name for question in found] == ["chaining of layers of 64"]
-
-
-def test_nothing_is_timed_in_fp32_nor_off_a_gpu() -> None:
+def test_nothing_is_timed_in_fp32_nor_off_a_gpu_nor_under_batch_invariant() -> None:
+    assert InvariantCudaBackend(CPU).questions([DECODER], weights(), 2, 16) == []
     in_fp32 = {name: [weight.float() for weight in own] for name, own in weights().items()}
     for of_target in (in_fp32, {}):
         assert CudaBackend(CPU).questions([DECODER], of_target, 2, 16) == []

@@ -53,6 +53,17 @@ def lucky(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return make_pair(tmp_path_factory.mktemp("lucky"), **LUCKY)
 
 
+def test_a_feature_that_is_not_finite_leaves_finite_context_kv(pair: Pair) -> None:
+    drafter = engine_of(pair).core.runner.forward.drafter
+    assert drafter is not None
+    features = torch.zeros(3, drafter.model.fc.shape[1])
+    features[0, 1], features[1, 2], features[2] = NAN, float("inf"), NAN
+    rows = torch.arange(3, dtype=torch.int32)
+    with torch.inference_mode():
+        drafter.write_context(features, rows, PAGE + rows)
+    assert all(part.isfinite().all() for kv in drafter.pool.layers for part in (kv.k, kv.v))
+
+
 # Logits that are not finite
 
 
