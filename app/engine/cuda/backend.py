@@ -9,25 +9,30 @@ import torch
 from torch import Tensor
 
 from app.engine.cache_folder import cache
+from app.engine.comm.comm import Comm, Meeting
+from app.engine.comm.device import DeviceComm
 from app.engine.cuda import experts, gated_delta, integers, prefill, products, rows, timed_launches
 from app.engine.cuda import tune as tuning
 from app.engine.cuda.attention import TILE_ROWS, Geometry, Tile, geometry, paged_attention
 from app.engine.cuda.prefill import Packed
 from app.engine.cuda.products import Product
-from app.engine.cuda.torch_backend import TorchCudaBackend
 from app.engine.cuda.tune import Measure, Question
-from app.engine.device.base import AttentionMask, AttentionMetadata, Graph, Heads, LayerKv, Rotation
+from app.engine.device import accelerator
+from app.engine.device.base import AttentionMask, AttentionMetadata, Defaults, Graph, Heads, LayerKv, Rotation
 from app.engine.device.moe import ExpertWeights, MoeConfig
+from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
 
+DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS")
+"""Parts of messages after which no other call of the process can use the device."""
 HEAD_DIMS = (16, 32, 64, 128, 256)
 FEW_ROWS = 16
 """Rows an expert, on average, up to which our kernel is used: those of its tile, so each weight is read about once."""
 
 
-class CudaBackend(TorchCudaBackend):
+class CudaBackend(TorchBackend):
     """Backend with kernels in Triton.
 
     Groups of at most TILE_ROWS rows a sequence, on average, go through our attention, which reads all lengths on the
@@ -38,9 +43,16 @@ class CudaBackend(TorchCudaBackend):
 
     captures = True
     lengths_on_host = False
+    memory_is_host = False
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        self.on_gpu = device.type == "cuda"
+        if self.on_gpu:
+            torch.cuda.set_device(device)
+            # On Hopper cuDNN's attention makes a plan for each new length, which takes 25 to 70 ms (docs/cuda.md).
+            torch.backends.cuda.enable_cudnn_sdp(False)
+            self.defaults = Defaults(dtype=torch.bfloat16, page_size=16, max_num_seqs=256)
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if self.on_gpu else 4
         self.tiles: dict[Heads, Tile] = {}
         self.products: dict[products.Key, Product] = {}
@@ -60,6 +72,13 @@ class CudaBackend(TorchCudaBackend):
         if self.packs_prompts and (reason := prefill.why_not(self.device, dtype, head_dim)):
             self.packs_prompts = False
             logger.info("prompts go through attention with masks and not through varlen_attn: %s", reason)
+
+    def check_ranks(self, size: int) -> None:
+        if self.on_gpu:
+            accelerator.check_ranks(self.device, size, torch.cuda, "CUDA_VISIBLE_DEVICES")
+
+    def join(self, meeting: Meeting) -> Comm:
+        return DeviceComm(meeting, "cpu:gloo,cuda:nccl")
 
     def pack_sinks(self, sinks: Tensor) -> Tensor:
         self.packs_prompts = False  # `varlen_attn` has no sinks
@@ -177,6 +196,26 @@ class CudaBackend(TorchCudaBackend):
         """Return a graph of `run` with memory and a stream of its own, for timing. It may be freed before others."""
         run()
         return CudaGraph(run, None, torch.cuda.Stream(self.device))
+
+    def upload(self, host: Tensor, to: Tensor) -> None:
+        if self.on_gpu:
+            accelerator.upload(host, to)
+        else:
+            super().upload(host, to)
+
+    def start_download(self, x: Tensor) -> Callable[[], Tensor]:
+        return accelerator.start_download(x, torch.cuda) if self.on_gpu else super().start_download(x)
+
+    def is_fatal(self, error: BaseException) -> bool:
+        """Return `Backend.is_fatal`. Triton and cuBLAS raise RuntimeError where PyTorch raises AcceleratorError."""
+        of_device = isinstance(error, RuntimeError) and any(name in str(error) for name in DEVICE_ERRORS)
+        return of_device or super().is_fatal(error)
+
+    def memory(self) -> tuple[int, int]:
+        return accelerator.memory(self.device, torch.cuda) if self.on_gpu else super().memory()
+
+    def peak_memory(self, run: Callable[[], object]) -> int:
+        return accelerator.peak_memory(run, torch.cuda) if self.on_gpu else super().peak_memory(run)
 
 
 class CudaGraph(Graph):

@@ -7,7 +7,7 @@ import sysconfig
 from functools import partial
 from pathlib import Path
 
-from app.engine.device.probe import Finding, Probe, failed, ok, warning
+from app.engine.device.probe import Finding, Probe, failed, ok
 
 
 def probes(device: str) -> list[Probe]:
@@ -37,7 +37,7 @@ def devices(device: str) -> Finding:
 def compiler() -> Finding:
     """Find what Triton compiles a launcher with when a kernel is first launched: a C compiler, and Python.h."""
     if not importlib.util.find_spec("triton"):
-        return warning("Triton is not installed: operators are PyTorch's, without graphs", "pip install triton")
+        return failed("Triton is not installed", "pip install triton")
     found = os.environ.get("CC") or next(filter(None, map(shutil.which, ("gcc", "clang"))), None)
     if found is None or not shutil.which(found):
         return failed(

@@ -2,14 +2,11 @@
 
 import importlib
 import importlib.util
-import logging
 
 import torch
 
 from app.engine.device.base import Backend
 from app.engine.errors import UnsupportedError
-
-logger = logging.getLogger(__name__)
 
 
 def found_device(device: str) -> str:
@@ -34,23 +31,14 @@ def make_backend(device: str, *, rank: int = 0, batch_invariant: bool = False) -
         )
     if kind == "npu":
         return _npu_backend(device, index)
-    module, name = ("cpu.backend", "CpuBackend") if kind == "cpu" else _on_cuda()
+    if kind == "cuda" and not importlib.util.find_spec("triton"):
+        raise UnsupportedError(f"--device {device}: Triton is not installed; pip install triton")
+    module, name = f"app.engine.{kind}.backend", f"{kind.capitalize()}Backend"
     if batch_invariant:
-        if name == "TorchCudaBackend":
-            raise UnsupportedError("--batch-invariant: a GPU needs Triton for it; pip install triton")
-        module, name = f"{kind}.invariant", f"Invariant{name}"
+        module, name = f"app.engine.{kind}.invariant", f"Invariant{name}"
     where = torch.device("cpu") if kind == "cpu" else torch.device(kind, index)
-    backend: Backend = getattr(importlib.import_module(f"app.engine.{module}"), name)(where)
+    backend: Backend = getattr(importlib.import_module(module), name)(where)
     return backend
-
-
-def _on_cuda() -> tuple[str, str]:
-    """Return module and class of CUDA's backend. Torch for CUDA brings Triton on Linux, but not on every system."""
-    if importlib.util.find_spec("triton"):
-        logger.info("attention and the operators between matrix products: kernels in Triton")
-        return "cuda.backend", "CudaBackend"
-    logger.warning("Triton is not installed: operators are PyTorch's, and there are no graphs; pip install triton")
-    return "cuda.torch_backend", "TorchCudaBackend"
 
 
 def _npu_backend(device: str, index: int) -> Backend:

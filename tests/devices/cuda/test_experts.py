@@ -10,10 +10,8 @@ from torch import Tensor
 
 from app.engine.cuda import experts
 from app.engine.cuda.backend import CudaBackend
-from app.engine.cuda.torch_backend import TorchCudaBackend
 from app.engine.device.base import ExpertWeights
 from app.engine.device.moe import MoeConfig, mixture, route
-from app.engine.errors import UnsupportedError
 
 torch.set_num_threads(1)
 
@@ -99,11 +97,3 @@ def test_many_bfloat16_rows_go_through_pytorchs_grouped_product(monkeypatch, row
     monkeypatch.setattr(experts, "mixture", lambda *_: called.append(1))
     CudaBackend(torch.device("cpu")).moe(x, weights, moe)
     assert bool(called) == is_ours
-
-
-def test_a_gpu_without_triton_refuses_experts_in_another_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = TorchCudaBackend(torch.device("cpu"))
-    monkeypatch.setattr(backend, "on_gpu", True)
-    with pytest.raises(UnsupportedError, match="--dtype float32: experts on a GPU without Triton"):
-        backend.empty_experts(torch.empty(1), 4, 8, 8)
-    assert backend.empty_experts(torch.empty(1, dtype=torch.bfloat16), 4, 8, 16).shape == (4, 8, 16)

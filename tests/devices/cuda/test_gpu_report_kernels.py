@@ -14,8 +14,8 @@ from app.check import operators
 from app.check.operators import Extent
 from app.engine.cuda import gated_delta
 from app.engine.cuda.backend import CudaBackend
-from app.engine.cuda.torch_backend import TorchCudaBackend
 from app.engine.device.base import GatedDeltaStep
+from app.engine.device.torch import TorchBackend
 from tools.lab import cuda_attention, turns
 from tools.report import command
 from tools.report import section as report_section
@@ -140,7 +140,7 @@ def test_a_launch_that_triton_refuses_is_a_row_among_the_others(backend: CudaBac
 
 def test_launches_by_default_are_those_of_a_backend_that_has_timed_nothing() -> None:
     """A choice that `tune` makes, and that is not undone here, would be measured against itself."""
-    new, old = (vars(kind(torch.device("cpu"))) for kind in (CudaBackend, TorchCudaBackend))
-    not_chosen = {"multiprocessors", "packs_prompts"}
+    new, old = (vars(kind(torch.device("cpu"))) for kind in (CudaBackend, TorchBackend))
+    not_chosen = {"multiprocessors", "on_gpu", "packs_prompts"}
     own = {name for name in new if not name.startswith("_")} - set(old) - not_chosen
     assert {name: new[name] for name in own} == turns.NOTHING_TUNED

@@ -12,10 +12,10 @@ import torch
 from torch.cuda._utils import _get_device_index as index_of
 
 from app.engine.cuda.backend import CudaBackend
-from app.engine.cuda.torch_backend import TorchCudaBackend
 from app.engine.device import factory
 from app.engine.device.factory import make_backend
 from app.engine.device.torch import RerunGraph
+from app.engine.errors import UnsupportedError
 from tools.report.timing import CALLS, seconds_in_a_graph
 
 CPU = torch.device("cpu")
@@ -114,8 +114,7 @@ def test_every_timing_has_a_pool_of_its_own_for_its_graph_ends_with_it(said: lis
 )
 def test_a_fault_of_the_device_ends_the_engine_whoever_reports_it(error: Exception, fatal: bool) -> None:
     """No step can run after it, so running halves of the batch would blame a sequence for it."""
-    for backend in (CudaBackend(CPU), TorchCudaBackend(CPU)):
-        assert backend.is_fatal(error) is fatal
+    assert CudaBackend(CPU).is_fatal(error) is fatal
 
 
 def test_on_a_cpu_the_stretch_is_run_again(said: list[Any]) -> None:
@@ -123,19 +122,14 @@ def test_on_a_cpu_the_stretch_is_run_again(said: list[Any]) -> None:
     assert isinstance(graph, RerunGraph) and said == ["a"] and CudaBackend.captures
 
 
-@pytest.mark.parametrize("triton", [True, False])
-def test_cuda_is_our_kernels_where_triton_is_installed_and_says_which(said, cudnn, monkeypatch, caplog, triton):
+def test_cuda_needs_triton_and_leaves_out_cudnns_attention(said, cudnn, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    find = factory.importlib.util.find_spec
-    monkeypatch.setattr(
-        factory.importlib.util, "find_spec", lambda name: find(name) if triton or name != "triton" else None
-    )
-    with caplog.at_level("INFO"):
-        made = make_backend("cuda:0")
-    assert type(made) is (CudaBackend if triton else TorchCudaBackend)
-    assert made.captures is triton and made.defaults.dtype == torch.bfloat16 and made.defaults.page_size == 16
-    assert ("kernels in Triton" in caplog.text) == triton and ("not installed" in caplog.text) == (not triton)
+    made = make_backend("cuda:0")
+    assert type(made) is CudaBackend and made.defaults.dtype == torch.bfloat16 and made.defaults.page_size == 16
     assert cudnn == [False], "it plans for 25 to 70 ms at each new length of a prompt"
+    monkeypatch.setattr(factory.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match="--device cuda:0: Triton is not installed"):
+        make_backend("cuda:0")
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:0", "auto"])

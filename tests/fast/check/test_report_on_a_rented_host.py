@@ -16,7 +16,7 @@ import torch
 from app import cli
 from app.config.error import ConfigError
 from app.engine.cuda import host_probes
-from app.engine.device.probe import Finding, failed, ok, warning
+from app.engine.device.probe import Finding, failed, ok
 from tests import ROOT
 from tests.costs import fast_ones
 from tools.lab.random_weights import NAMES
@@ -102,7 +102,7 @@ def test_the_names_of_models_are_the_laboratorys() -> None:
         (None, False, ok("gcc"), "it knows no GPUs"),
         ("13.0", False, ok("gcc"), "sees none here"),
         ("13.0", True, failed("there is no C compiler", "install gcc"), "there is no C compiler"),
-        ("13.0", True, warning("Triton is not installed", "pip install triton"), "Triton is not installed"),
+        ("13.0", True, failed("Triton is not installed", "pip install triton"), "Triton is not installed"),
     ],
 )
 def test_a_host_that_cannot_make_a_report_says_what_is_missing(

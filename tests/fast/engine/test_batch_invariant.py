@@ -96,10 +96,3 @@ def test_a_processor_whose_products_depend_on_the_place_is_refused(backend, monk
     monkeypatch.setattr(invariant.F, "linear", placed)
     with pytest.raises(UnsupportedError, match="this processor's product of 16 rows by a weight of 7 x 96"):
         backend.pack_weight(normal(7, HIDDEN))
-
-
-def test_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.engine.device.factory._on_cuda", lambda: ("cuda.torch_backend", "TorchCudaBackend"))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UnsupportedError, match="--batch-invariant: a GPU needs Triton"):
-        make_backend("cuda:0", batch_invariant=True)

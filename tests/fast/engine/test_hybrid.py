@@ -19,7 +19,6 @@ from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import read_config
 from app.engine.checkpoint.read import check_checkpoints
 from app.engine.checkpoint.shapes import GatedDeltaConfig
-from app.engine.cuda.torch_backend import TorchCudaBackend
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import Engine
 from app.engine.load.made_up_steps import made_up
@@ -451,11 +450,8 @@ def test_without_layer_types_every_fourth_layer_has_attention_and_a_quarter_of_i
     assert config.rope.dim == config.head_dim // 4
 
 
-def test_a_device_that_is_not_proved_and_compile_and_float16_are_refused_by_name(pair, monkeypatch):
+def test_compile_and_float16_are_refused_by_name(pair: Pair) -> None:
     with pytest.raises(UnsupportedError, match="--compile: a target with recurrent layers"):
         make_engine(pair.target, None, compile=True)
     with pytest.raises(UnsupportedError, match="--dtype float16: a target with recurrent layers"):
         make_engine(pair.target, None, dtype="float16")
-    monkeypatch.setattr("app.engine.load.engine.make_backend", lambda *_, **__: TorchCudaBackend(torch.device("cpu")))
-    with pytest.raises(UnsupportedError, match="a target with recurrent layers needs Triton"):
-        make_engine(pair.target, None)

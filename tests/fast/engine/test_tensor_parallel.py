@@ -685,7 +685,7 @@ def test_ranks_without_devices_of_their_own_are_refused_by_name(monkeypatch: pyt
 @pytest.mark.parametrize(("device", "opened"), [("cuda:2", "cuda:3"), ("cuda", "cuda:1"), ("cpu", "cpu")])
 def test_each_rank_opens_the_next_device(monkeypatch: pytest.MonkeyPatch, device: str, opened: str):
     made: list[torch.device] = []
-    module = SimpleNamespace(CpuBackend=made.append, CudaBackend=made.append, TorchCudaBackend=made.append)
+    module = SimpleNamespace(CpuBackend=made.append, CudaBackend=made.append)
     monkeypatch.setattr(factory.importlib, "import_module", lambda name: module)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     factory.make_backend(device, rank=1)
