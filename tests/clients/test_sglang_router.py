@@ -13,7 +13,7 @@ from openai import OpenAI
 
 from tests.clients.environments import python_of
 from tests.fast.api.served import PATIENCE, until
-from tests.server.demo import children, num_running, process, ready
+from tests.server.demo import children, num_ended, num_running, process, ready
 from tools.bench.own_server import free_port
 
 PROMPT = "Count from one to nine."
@@ -57,12 +57,6 @@ def all_answer(url: str) -> bool:
 def ask(url: str, prompt: str, **fields: object) -> httpx.Response:
     body = {"model": "demo", "prompt": prompt, "max_tokens": 8} | fields
     return httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE)
-
-
-def num_ended(url: str) -> float:
-    """Return how many requests this server has ended."""
-    lines = httpx.get(f"{url}/metrics", timeout=PATIENCE).text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("dflash:request_success_total{"))
 
 
 def test_answers_and_streams_come_through_from_both_servers_as_they_are(routed: Routed):

@@ -13,7 +13,7 @@ import pytest
 from openai import APIConnectionError, APIError, APIStatusError, OpenAI
 
 from tests.ray.cluster import PATIENCE, SETTINGS, Cluster, cluster, engines, skip_without_ray, until
-from tests.server.demo import ready
+from tests.server.demo import num_ended, ready
 
 PROMPTS = ["Count from one to nine.", "The fox said:", "def add(a, b):", "1, 2, 3, 4,", "Once upon a time", "Hello"]
 
@@ -31,12 +31,6 @@ def text_of(client: OpenAI, prompt: str, session: str = "", max_tokens: int = 32
     parts = [chunk.choices[0] for chunk in chunks]
     assert parts[-1].finish_reason
     return "".join(part.text for part in parts)
-
-
-def num_ended(url: str) -> float:
-    """Return how many requests a replica has ended, of which the proxy asks one after another."""
-    lines = httpx.get(f"{url}/metrics", timeout=PATIENCE).text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("dflash:request_success_total{"))
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +88,7 @@ def test_both_replicas_serve_and_their_texts_are_a_lone_servers(two: Cluster):
     client = client_of(two.url)
     assert [text_of(client, prompt) for prompt in PROMPTS] == alone
     assert [text_of(client, prompt) for prompt in PROMPTS] == alone
-    ended = [num_ended(two.url) for _ in range(8)]
+    ended = [num_ended(two.url) for _ in range(8)]  # the proxy asks one replica after another
     assert 0 < max(ended) < 2 * len(PROMPTS), "one replica had all requests"
 
 

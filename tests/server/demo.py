@@ -81,3 +81,9 @@ def num_running(url: str) -> int:
     """Return the number of sequences that were submitted and have not ended."""
     (load,) = httpx.get(f"{url}/get_load", timeout=PATIENCE).json()
     return int(load["num_reqs"])
+
+
+def num_ended(url: str) -> float:
+    """Return how many requests this server has ended."""
+    lines = httpx.get(f"{url}/metrics", timeout=PATIENCE).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("dflash:request_success_total{"))

@@ -122,22 +122,6 @@ def test_every_rule_holds_for_the_engine_in_bfloat16(tmp_path, shape):
     assert {len(ids) for ids in tokens.values()} == {12}
 
 
-@pytest.mark.usefixtures("in_float32")
-def test_the_fused_operators_are_what_an_eager_step_launches(pair: Pair) -> None:
-    core = engine(pair, dtype="float32", enforce_eager=True)
-    for request in requests():
-        core.add(request)
-    while core.step().stats.kind != "decode":
-        pass
-    with traced() as trace:
-        core.step()
-    layers = 3 + 1
-    assert trace.launches["aclnnFusedInferAttentionScoreV3"] == layers
-    assert trace.launches["aclnnSwiGlu"] == layers
-    assert [wait for wait in trace.waits if wait.startswith("d2h")] == []
-    assert trace.waits.count("aclrtSynchronizeEvent") == 1
-
-
 @pytest.mark.parametrize(
     ("shape", "config", "named"),
     [

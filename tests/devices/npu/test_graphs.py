@@ -11,7 +11,6 @@ from torch import Tensor
 from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
 from app.engine.npu.backend import NpuBackend
 from tests.devices.npu.calls import BLOCK, Sequences, causal_mask, normal
-from tests.devices.npu.null_device import traced
 from tests.devices.npu.numerics import NumericsError
 from tools.npu_contract.check import ContractError
 
@@ -108,20 +107,6 @@ def test_a_capture_computes_nothing() -> None:
     _, y = step.capture()
     assert not step.caches[0].cpu().any()
     assert y.cpu().isnan().any()
-
-
-def test_a_replay_is_one_launch_and_an_update_one_for_each_attention() -> None:
-    step = Step()
-    graph, _ = step.capture()
-    host_seq_lens = step.fill(1)
-    with traced() as trace:
-        graph.update(lengths(host_seq_lens))
-        graph.replay()
-    attention = ("update", "aclnnFusedInferAttentionScoreV3")
-    assert trace.lines[:-1] == [attention] * LAYERS and trace.lines[-1][0] == "replay"
-    with traced() as trace:
-        step.run(host_seq_lens)
-    assert trace.launches["aclnnFusedInferAttentionScoreV3"] == LAYERS == trace.launches["aclnnScatterPaKvCache"]
 
 
 def test_two_metas_in_one_graph_each_keep_their_mode_and_get_their_own_lengths() -> None:

@@ -11,7 +11,6 @@ import torch_npu
 from torch import Tensor
 
 from tests.devices.npu.calls import BLOCK, Sequences, normal
-from tests.devices.npu.null_device import traced
 from tests.devices.npu.numerics import Numerics
 from tools.npu_contract.check import ContractError
 
@@ -283,15 +282,6 @@ def test_a_lifted_rule_is_not_held() -> None:
         Sequences([3], [9], dtype=torch.float32).attend(causal=True)
         with pytest.raises(ContractError, match="N2"):
             Sequences([3], [9], dtype=torch.float32).attend(causal=True, actual_seq_lengths=[2])
-
-
-def test_a_tensor_of_lengths_would_be_read_by_waiting() -> None:
-    """Why N1 is a rule: torch_npu itself takes the tensor without a word."""
-    call = draft_attention()
-    call["actual_seq_lengths_kv"] = ints(*call["actual_seq_lengths_kv"])
-    with traced() as trace:
-        torch_npu.npu_fused_infer_attention_score(**call)
-    assert trace.waits
 
 
 def test_every_rule_of_the_contract_has_a_wrong_call() -> None:
