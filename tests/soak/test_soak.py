@@ -1,4 +1,4 @@
-"""About a minute of `make soak`: every kind of load and every kind of fault at least once, see also test_stopped.py."""
+"""Some minutes of `make soak`: every kind of load and every kind of fault at least once."""
 
 import sys
 
@@ -24,3 +24,18 @@ def test_every_request_ends_rightly_and_nothing_is_left_behind() -> None:
     assert findings.ends["abort", "left"] > 0
     assert findings.held["half-open socket"] > 0
     assert "All of it held" in "\n".join(page(findings, Fuzzed(), []))
+
+
+def test_who_is_stopped_for_a_while_loses_nothing_and_for_good_is_replaced() -> None:
+    """A machine may hold an engine up by itself for ten seconds more than the pause, and that is no hang."""
+    cycle = ("pause", "hang")
+    plan = Plan(0.1, 2, 15.0, pause=5.0, workers=3, slow_tokens=50, cycle=cycle, shutdown_timeout=600.0)
+    findings = soak(plan, print)
+    print("\n".join(summary(findings, Fuzzed())))
+    assert findings.problems == []
+    assert [fault.kind for fault in findings.faults] == [
+        "SIGSTOP for 5 s",
+        "both processes stopped for 18 s",
+        "SIGSTOP for good",
+    ]
+    assert findings.ends["stream", "right"] > 0
