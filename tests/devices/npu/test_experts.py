@@ -1,7 +1,4 @@
-"""A mixture of experts on device "npu:0" is the reference's; test_engine.py has the tokens of such targets.
-
-Checked with torch_npu 2.13.0 on the null device; not run on an Ascend device.
-"""
+"""A mixture of experts on device "npu:0" is the reference's; test_engine.py has the tokens of such targets."""
 
 import math
 from dataclasses import replace

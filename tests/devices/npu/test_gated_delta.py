@@ -1,7 +1,4 @@
-"""Decoding rows of a Gated DeltaNet layer on device "npu:0": the reference's outputs, state and slots.
-
-Checked with torch_npu 2.13.0 on the null device; not run on an Ascend device.
-"""
+"""Decoding rows of a Gated DeltaNet layer on device "npu:0": the reference's outputs, state and slots."""
 
 import pytest
 import torch

@@ -1,7 +1,4 @@
-"""A hybrid target on device "npu:0": its tokens are the CPU engine's, eager and from graphs, with DFlash and without.
-
-Checked with torch_npu 2.13.0 on the null device; not run on an Ascend device.
-"""
+"""A hybrid target on device "npu:0": its tokens are the CPU engine's, eager and from graphs, with DFlash and plain."""
 
 from pathlib import Path
 from typing import Any

@@ -116,36 +116,6 @@ def test_the_cann_version_decides_which_attention_is_launched(run_python, tmp_pa
     assert launched == [f"launch aclnnFusedInferAttentionScore{entry}"]
 
 
-PROGRAMS = {
-    "the task queue": (
-        ATTENTION + "print(torch.arange(3).to('npu').tolist())", {"TASK_QUEUE_ENABLE": "1"}, "[0, 1, 2]"
-    ),
-    "another SoC": (
-        "print(torch.npu.get_device_name(0), torch_npu.npu.utils.get_cann_version())",
-        {"NPU_STUB_SOC": "Ascend910B4", "NPU_STUB_CANN": "8.5.0"}, "Ascend910B4 8.5.0",
-    ),
-    "no device, schemas and meta kernels": (
-        "x = torch.empty(3, 8, dtype=torch.bfloat16, device='meta')\n"
-        "print(torch.npu.is_available(), torch.npu.device_count(), torch_npu.npu_swiglu(x).shape)",
-        {"NPU_STUB_DEVICES": "0"}, "False 0 torch.Size([3, 4])",
-    ),
-    "memory that runs out": (
-        "try:\n    torch.empty(1 << 30, dtype=torch.uint8, device='npu')\n"
-        "except torch.OutOfMemoryError as error:\n    print('out of memory', torch.npu.mem_get_info()[1] >> 20)",
-        {"NPU_STUB_MEMORY": str(512 << 20)}, "out of memory 512",
-    ),
-    "expandable segments": (
-        "x = torch.arange(1 << 20).to('npu'); print(x[-1].item(), torch.npu.mem_get_info()[0] < 60 << 30)",
-        {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}, "1048575 True",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("program", "environment", "end"), PROGRAMS.values(), ids=PROGRAMS)
-def test_a_process_of_another_environment_has_its_device(run_python, program, environment, end):
-    assert run_python(program, **environment).endswith(f"{end}\n")
-
-
 def test_an_operator_that_would_fall_back_to_the_cpu_raises() -> None:
     with pytest.raises(RuntimeError, match="would execute its main computation on CPU"):
         torch.linalg.eigvals(torch.ones(3, 3, device="npu"))

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tests.devices.npu.null_device import traced
@@ -13,7 +12,8 @@ from tests.devices.npu.numerics import Numerics, NumericsError
 pytestmark = pytest.mark.usefixtures("numerics")
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
-W = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+
+
 ROWS = torch.tensor([4, 0, 2])
 
 
@@ -24,50 +24,26 @@ def put(x: Tensor, places: Tensor) -> Tensor:
     return x
 
 
-OPERATORS: dict[str, Callable[..., object]] = {
-    "linear": lambda x, w, rows: F.linear(x, w),
-    "matmul of a transposed view": lambda x, w, rows: x.t() @ x,
-    "bfloat16 linear": lambda x, w, rows: F.linear(x.bfloat16(), w.bfloat16()),
-    "argmax": lambda x, w, rows: x.argmax(-1),
-    "max with indices": lambda x, w, rows: x.max(-1),
-    "softmax": lambda x, w, rows: x.softmax(-1),
-    "embedding": lambda x, w, rows: F.embedding(rows, x),
-    "index_select": lambda x, w, rows: x.index_select(0, rows),
-    "advanced index": lambda x, w, rows: x[rows, 1:3],
-    "index_put": lambda x, w, rows: put(x, rows),
-    "boolean index_put": lambda x, w, rows: put(x, x[:, 0] > 0),
-    "boolean index": lambda x, w, rows: x[x > 0],
-    "nonzero": lambda x, w, rows: (x > 0).nonzero(),
-    "where": lambda x, w, rows: torch.where(x > 0, x, -x),
-    "cat and chunk": lambda x, w, rows: torch.cat(x.chunk(2, -1)[::-1], -1),
-    "cumsum": lambda x, w, rows: x.cumsum(0),
-    "integer hash": lambda x, w, rows: (rows.int() * 0x45D9F3B) ^ (rows.int() >> 3),
-    "arange and comparison": lambda x, w, rows: torch.arange(6, device=x.device)[:, None] < rows,
-    "repeat_interleave": lambda x, w, rows: x.repeat_interleave(2, 0),
-    "repeat_interleave by values": lambda x, w, rows: x[:3].repeat_interleave(rows, 0),
-    "contiguous of a strided view": lambda x, w, rows: x[1:, ::2].contiguous(),
-    "reshape that copies": lambda x, w, rows: x.t().reshape(-1),
-    "in place on a view": lambda x, w, rows: x.clone()[:, 1:3].mul_(2.0),
-    "rms_norm": lambda x, w, rows: F.rms_norm(x, (8,), w[0], 1e-6),
-    "silu": lambda x, w, rows: F.silu(x),
-    "attention": lambda x, w, rows: F.scaled_dot_product_attention(x[None], x[None], x[None]),
-    "a shape of nothing": lambda x, w, rows: x[:0] + 1,
-    "cast and back": lambda x, w, rows: x.bfloat16().float(),
-    "zeros, full, ones_like": lambda x, w, rows: torch.full((2,), 3.0, device=x.device) + torch.ones_like(x)[0, :2],
+OPERATORS: dict[str, Callable[..., Tensor]] = {
+    "matmul of a transposed view": lambda x, rows: x.t() @ x,
+    "advanced index": lambda x, rows: x[rows, 1:3],
+    "index_put": lambda x, rows: put(x, rows),
+    "boolean index_put": lambda x, rows: put(x, x[:, 0] > 0),
+    "nonzero": lambda x, rows: (x > 0).nonzero(),
+    "cat and chunk": lambda x, rows: torch.cat(x.chunk(2, -1)[::-1], -1),
+    "repeat_interleave by values": lambda x, rows: x[:3].repeat_interleave(rows, 0),
+    "reshape that copies": lambda x, rows: x.t().reshape(-1),
+    "in place on a view": lambda x, rows: x.clone()[:, 1:3].mul_(2.0),
+    "a shape of nothing": lambda x, rows: x[:0] + 1,
+    "strided read": lambda x, rows: x.t()[1:],
 }
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_an_operator_equals_the_cpus(name: str) -> None:
-    computed = OPERATORS[name](X.to("npu:0"), W.to("npu:0"), ROWS.to("npu:0"))
-    wanted = OPERATORS[name](X, W, ROWS)
-    for found, expected in zip(_tensors(computed), _tensors(wanted), strict=True):
-        assert found.device.type == "npu" and found.dtype == expected.dtype
-        assert torch.equal(found.cpu(), expected)
-
-
-def _tensors(result: object) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else list(result)  # type: ignore
+    found, expected = (OPERATORS[name](x, rows) for x, rows in ((X.to("npu:0"), ROWS.to("npu:0")), (X, ROWS)))
+    assert found.device.type == "npu" and found.dtype == expected.dtype
+    assert torch.equal(found.cpu(), expected)
 
 
 def test_work_on_a_side_stream_counts() -> None:
@@ -76,13 +52,6 @@ def test_work_on_a_side_stream_counts() -> None:
         y = x * 2
     torch.npu.current_stream().wait_stream(stream)
     assert torch.equal((y + x).cpu(), X * 2 + X)
-
-
-def test_strided_and_cast_reads_are_right() -> None:
-    x = X.to("npu:0")
-    assert torch.equal(x.t()[1:].cpu(), X.t()[1:])
-    assert torch.equal(x.to("cpu", torch.float64), X.double())
-    assert x[2, 3].item() == X[2, 3].item() and x[0].tolist() == X[0].tolist()
 
 
 def test_a_strided_read_into_pinned_memory_is_right() -> None:

@@ -1,7 +1,6 @@
 """Two ranks on "npu:0" and "npu:1" decode what one does, eagerly and from graphs that hold the collectives.
 
-The process group is torch_npu's own, on stub libraries, and Gloo computes. Checked with torch_npu 2.13.0 on the null
-device; not run on an Ascend device.
+The process group is torch_npu's own, on stub libraries, and Gloo computes.
 """
 
 import logging
