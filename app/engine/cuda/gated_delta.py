@@ -25,7 +25,7 @@ def commit_and_verify(step: GatedDeltaStep) -> Tensor:
     num_seqs, (num_rows, width) = len(step.slots), step.inputs.shape
     num_heads, k_dim, v_dim = step.matrix.shape[1:]
     block, (before, channels) = step.pending.shape[1], step.conv.shape[1:]
-    seqs = step.slots, step.next_slots, step.starts, step.counts, step.first_rows, step.first_rows.stride(0)
+    seqs = step.slots, step.next_slots, step.starts, step.counts, step.rows[:, 0], step.rows.stride(0)
     # A sequence has as many rows as a block at most, and no more than there are.
     max_inputs = block + min(block, num_rows)
     mixed = step.matrix.new_empty(num_seqs, max_inputs, width)

@@ -122,11 +122,6 @@ class GatedDeltaStep(NamedTuple):
     num_tokens: Tensor
     can_wait: bool = False
 
-    @property
-    def first_rows(self) -> Tensor:
-        """Return the first row [S] of each sequence, a strided view."""
-        return self.rows[:, 0]
-
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
@@ -321,13 +316,7 @@ class Backend(ABC):
     verify = staticmethod(verify)
 
     def advance_by_accepted(
-        self,
-        verified: Tensor,
-        prev_row: Tensor,
-        tokens: Tensor,
-        anchor_rows: Tensor,
-        offsets: Tensor,
-        seq_lens: Tensor,
+        self, verified: Tensor, prev_row: Tensor, tokens: Tensor, anchor_rows: Tensor, offsets: Tensor, seq_lens: Tensor
     ) -> None:
         """Advance S sequences, in place, by the result `verified` [L, w + 1] of the step in flight.
 

@@ -132,9 +132,10 @@ def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] =
         # A plain step has one pending row, so the width of a block would take most of the time.
         block = int(accepted.max())
     device = step.inputs.device
-    (rows_between, never), sequences = _fixed(block + width, device), _numbers(len(step.slots), device)
+    rows_between, never, places = _fixed(block, width, device)
+    sequences = _numbers(len(step.slots), device)
     counts = accepted[:, None].expand(-1, block), step.counts[:, None].expand(-1, width)
-    is_none = _places(block, width, device) >= torch.cat(counts, dim=1)
+    is_none = places >= torch.cat(counts, dim=1)
 
     pending, new = step.pending[step.slots, :block], step.inputs[step.rows]
     before, state = step.conv[step.slots], step.matrix[step.slots]
@@ -181,21 +182,17 @@ def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] =
 
 
 @cache
-def _places(block: int, width: int, device: torch.device) -> Tensor:
-    """Return the index [P] of each of the `block` pending rows and of the step's `width` rows."""
-    return torch.cat([torch.arange(size, dtype=torch.int32, device=device) for size in (block, width)])
+def _fixed(block: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (rows between [P, (P + 1)^2], never [(P + 1)^2], places [P]) for P = `block` pending + `width` new rows.
 
-
-@cache
-def _fixed(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (rows between [P, (P + 1)^2], never [(P + 1)^2]) for P pending and new rows together, at most 1 MB.
-
-    The first is -1 for the rows after row i up to row t, and the second adds _NEVER where t is before i. They are made
-    on the device, because an upload would let the host wait.
+    The first is -1 for the rows after row i up to row t, at most 1 MB. The second adds _NEVER where t is before i, and
+    places count both kinds of rows. They are made on the device, because an upload would let the host wait.
     """
-    row = torch.arange(1 + num_rows, device=device)
+    row = torch.arange(1 + block + width, device=device)
     t, i, between = row[:, None], row, row[1:, None, None]
-    return -((i < between) & (between <= t)).float().flatten(1), (i > t).float().flatten() * _NEVER
+    rows_between = -((i < between) & (between <= t)).float().flatten(1)
+    places = torch.cat((row[:block], row[:width])).to(torch.int32)
+    return rows_between, (i > t).float().flatten() * _NEVER, places
 
 
 @cache

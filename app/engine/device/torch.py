@@ -225,9 +225,8 @@ def _pieces(meta: AttentionMetadata, mask: AttentionMask, max_scores: int) -> li
             rows = min(step, q_len - offset)
             last = kv_len - (q_len - offset - rows) - 1
             hidden = 0 if mask.window is None else max(0, last - rows - mask.window + 2)
-            pieces.append(
-                Piece(seq, first + offset, rows, hidden // size * size, last + 1 if mask.causal else kv_len, last)
-            )
+            kv_end = last + 1 if mask.causal else kv_len
+            pieces.append(Piece(seq, first + offset, rows, hidden // size * size, kv_end, last))
     return pieces
 
 
