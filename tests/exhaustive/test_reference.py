@@ -12,12 +12,9 @@ from tests.exhaustive.live import load_transformers
 from tests.fast.engine.pairs import Pair, make_pair
 from tests.fast.engine.reference import (
     ReferenceDraft,
-    dflash_greedy,
-    dflash_sampled,
     features,
     greedy,
     mix,
-    sampled,
     token_hashes,
 )
 
@@ -125,26 +122,6 @@ def test_the_hash_is_the_one_that_was_agreed(seed, position, hashes):
 
 
 # Decoding
-
-
-@pytest.mark.parametrize(("tied", "width"), [(False, None), (True, None), (True, 3), (False, 1)])
-def test_dflash_greedy_is_greedy(tmp_path, tied, width):
-    for seed in range(1, 3):
-        pair = make_pair(tmp_path / str(seed), seed=seed, tied=tied)
-        target = load_transformers(pair.target)
-        plain = greedy(target, PROMPT, 20)
-        run = dflash_greedy(target, ReferenceDraft(pair.draft, target), PROMPT, 20, width=width)
-        assert run.tokens == plain
-        assert 1 + sum(step.n_tokens for step in run.steps) == 20
-        assert all(step.n_tokens == step.n_accepted + 1 for step in run.steps)
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_dflash_sampled_is_sampled(target, draft, temperature):
-    for seed in (0, 2**40 + 5):
-        plain = sampled(target, PROMPT, 15, temperature, seed)
-        assert dflash_sampled(target, draft, PROMPT, 15, temperature, seed).tokens == plain
-    assert sampled(target, PROMPT, 15, temperature, 1) != sampled(target, PROMPT, 15, temperature, 2)
 
 
 # Comparison

@@ -16,7 +16,7 @@ from app.api.middleware import RequestIds
 from app.api.stream import EventStream
 from app.engine_client.supervisor import EngineUnavailable
 from app.log import request_id
-from app.messages import Request, SpecStep
+from app.messages import Request
 from tests.fast.api.connections import connect, connection_address, request
 from tests.fast.api.served import PATIENCE, next_delta
 
@@ -71,24 +71,6 @@ def test_a_request_that_cannot_be_sent_leaves_nothing_behind(server):
     assert (server.engine.num_running, server.engine.admission.num_in_flight) == (0, 0)
     server.call(server.engine.drained)
     assert server.metric("prompt_tokens_total") == before
-
-
-def test_a_slow_reader_gets_coalesced_tokens_and_blocks_no_other(server):
-    """While one reader sleeps, its deltas wait as one, and another request is served from end to end."""
-    ids = server.bytes("x" * 200)
-
-    stream = server.call(lambda: server.engine.submit(Request("slow", [1], 250, stop_token_ids=[2])))
-    server.script.see("Submit")
-    for token in ids:
-        server.script.emit("slow", [token])
-    server.script.plan([5, 2])
-    assert server.openai.completions.create(model="tiny", prompt="quick").choices[0].finish_reason == "stop"
-
-    delta = server.call(lambda: next_delta(stream))
-    server.call(stream.close)
-    assert delta.token_ids == ids
-    assert delta.steps == [SpecStep(1, 15, 0)] * 200
-    assert server.script.see("Abort")["request_id"] == "slow"
 
 
 def test_a_request_that_the_engine_has_ended_has_no_place_before_it_is_read(server):

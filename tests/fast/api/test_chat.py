@@ -1,9 +1,7 @@
-import asyncio
 import json
 
 import httpx
 import pytest
-from openai import AsyncOpenAI
 
 from tests.fast.api.served import PATIENCE
 
@@ -84,17 +82,6 @@ def test_length_is_the_finish_reason_at_max_tokens(server):
     assert answer.usage.completion_tokens == 2
 
 
-def test_sampling_fields_reach_the_engine(server):
-    server.script.plan([2])
-    server.openai.chat.completions.create(
-        **ASK, temperature=0.25, seed=-1, extra_body={"speculate": False, "stop_token_ids": [7]}
-    )
-    submit = server.script.see("Submit")
-    assert (submit["sampling"]["temperature"], submit["sampling"]["seed"]) == (0.25, 2**64 - 1)
-    assert submit["speculate"] is False
-    assert submit["stop_token_ids"] == [0, 2, 7]
-
-
 def test_an_absent_seed_is_drawn(server):
     server.script.plan([2])
     seeds = set()
@@ -102,38 +89,6 @@ def test_an_absent_seed_is_drawn(server):
         server.openai.chat.completions.create(**ASK)
         seeds.add(server.script.see("Submit")["sampling"]["seed"])
     assert len(seeds) == 2
-
-
-def test_thirty_two_concurrent_async_streams_each_get_their_own_text(own_server):
-    own_server.ready(max_num_seqs=32)
-    texts = [f"answer number {n}" for n in range(32)]
-
-    async def one(client: AsyncOpenAI, text: str) -> str:
-        pieces = []
-        async with await client.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": text}], stream=True
-        ) as stream:
-            async for chunk in stream:
-                pieces.append(chunk.choices[0].delta.content or "")
-        return "".join(pieces)
-
-    async def all_of_them() -> list[str]:
-        async with AsyncOpenAI(
-            base_url=f"{own_server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE
-        ) as client:
-            return await asyncio.gather(*(one(client, text) for text in texts), asyncio.to_thread(answer_all))
-
-    def answer_all() -> None:
-        requests = [own_server.script.see("Submit") for _ in texts]
-        prompts = {r["request_id"]: own_server.text(r["token_ids"]) for r in requests}
-        for position in range(0, 30, 4):
-            for request_id, prompt in prompts.items():
-                ids = own_server.bytes(prompt.split("\n")[1])[position : position + 4]
-                own_server.script.emit(request_id, ids)
-        for request_id in prompts:
-            own_server.script.emit(request_id, [2])
-
-    assert asyncio.run(all_of_them())[:-1] == texts
 
 
 def test_models_lists_every_served_name(server):

@@ -205,15 +205,6 @@ def test_a_prompt_that_fills_the_context_is_refused_with_the_limit_and_the_count
     assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
 
 
-def test_more_tokens_than_fit_are_refused_if_asked_for_and_clipped_if_only_the_default(server):
-    ids = [5] * 250
-    asked = error_of(server.http.post("/v1/completions", json=TEXT | {"prompt": ids, "max_tokens": 7}), 400)
-    assert asked["code"] == "context_length_exceeded" and "257" in asked["message"]
-    server.script.plan([2])
-    assert server.http.post("/v1/completions", json=TEXT | {"prompt": ids}).status_code == 200
-    assert server.script.see("Submit")["max_tokens"] == 6
-
-
 @pytest.mark.parametrize(
     ("path", "allowed"),
     [

@@ -108,15 +108,6 @@ def test_a_field_of_another_api_is_refused_with_what_to_use_instead(server, path
     assert instead in error["message"]
 
 
-def test_refusals_are_the_same_through_the_sdk(server):
-    from openai import BadRequestError
-
-    with pytest.raises(BadRequestError) as caught:
-        server.openai.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2)
-    assert caught.value.param == "logprobs"
-    assert caught.value.code == "unsupported_parameter"
-
-
 def test_a_refused_request_does_not_disturb_a_running_one(server, background):
     running, request_id = server.begin(background)
     assert server.http.post("/v1/completions", json=TEXT | {"logprobs": 1}).status_code == 400

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import openai
 import pytest
 
 from app.api.refusals import REFUSED, RESPONSES
@@ -285,11 +284,6 @@ def test_instructions_do_not_count_as_an_item(server):
     assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
 
 
-def test_calls_in_a_row_have_a_limit_of_their_own(server):
-    error = error_of(server.http.post(PATH, json=asked(*[CALLED] * 257)), 400)
-    assert error["message"] == "`input.257`: at most 256 calls may follow each other."
-
-
 @pytest.mark.parametrize("path", ["input_tokens", "compact"])
 def test_an_endpoint_beside_the_stored_responses_is_a_404_that_says_so(server, path):
     error = error_of(server.http.post(f"{PATH}/{path}", json=ASK), 404)
@@ -325,12 +319,6 @@ def test_errors_of_the_template_and_of_chat_bear_the_names_of_this_request(start
     assert error["param"] == "min_tokens" and "`max_output_tokens`" in error["message"]
 
 
-def test_refusals_are_the_same_through_the_sdk(server):
-    with pytest.raises(openai.BadRequestError) as caught:
-        server.openai.responses.create(**ASK, previous_response_id="resp_1")
-    assert (caught.value.param, caught.value.code) == ("previous_response_id", "unsupported_parameter")
-
-
 @pytest.mark.parametrize(
     ("method", "tail"), [("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")]
 )
@@ -362,3 +350,8 @@ def test_a_path_of_a_wrong_base_url_is_a_404_that_says_what_to_use(server, path,
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/nothing", "/v1"])
 def test_another_path_is_a_404_without_advice(server, path):
     assert error_of(server.http.post(path, json=ASK), 404)["message"] == f"There is nothing at POST {path}."
+
+
+def test_calls_in_a_row_have_a_limit_of_their_own(server):
+    error = error_of(server.http.post(PATH, json=asked(*[CALLED] * 257)), 400)
+    assert error["message"] == "`input.257`: at most 256 calls may follow each other."

@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import openai
 import pytest
 
 from app.api.schemas import MAX_BIASES, MAX_SALT_LENGTH
@@ -244,9 +243,3 @@ def test_a_cache_salt_is_a_text_that_is_not_empty_and_not_long(server, path, bas
 def test_a_cache_salt_is_passed_on(server, path, base, fields, salt):
     server.script.plan([2])
     assert submitted(server, path, base | fields)["cache_salt"] == salt
-
-
-def test_refusals_name_the_entry_through_the_sdk(server):
-    with pytest.raises(openai.BadRequestError) as caught:
-        server.openai.completions.create(**TEXT[1], logit_bias={"999": 5})
-    assert caught.value.param == "logit_bias.999"

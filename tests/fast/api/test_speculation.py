@@ -83,13 +83,6 @@ def test_with_stop_strings_the_tokens_are_still_the_text_and_those_that_count(se
 
 
 @both
-def test_counts_are_numbers_also_where_they_are_one(server, kind):
-    server.script.plan([2])
-    received = chunks(server, kind, SPECULATION)
-    assert json.dumps(received[-1]["usage"]["speculation"]) == '{"steps": 1, "verified": 15, "accepted": 0}'
-
-
-@both
 @pytest.mark.parametrize("width", [1, 4, 15])
 def test_usage_counts_the_steps_that_were_told(server, kind, width):
     """However many steps the engine has made by the time the stop string is found."""

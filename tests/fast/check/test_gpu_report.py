@@ -4,7 +4,6 @@ Its checks of kernels are tested in tests/devices/cuda."""
 
 import asyncio
 import json
-import math
 import os
 import subprocess
 import sys
@@ -26,11 +25,11 @@ from app.messages import SpecStep, StepOutput, StepStats, TokenDelta
 from tests import ROOT
 from tests.fast.check.patient import HANG, Patient
 from tests.fast.tools.tiny import TINY
-from tools.lab import expected, floors, gemms, stages, turns
+from tools.lab import expected, floors, gemms, stages
 from tools.lab.floors import Load
 from tools.lab.random_weights import TARGETS, draft_for
 from tools.lab.speeds import headline
-from tools.lab.timed import Timed, timed
+from tools.lab.timed import timed
 from tools.report import command, page, runner
 from tools.report.page import PUBLISHED
 from tools.report.roofline import H200
@@ -379,36 +378,6 @@ def test_engines_are_built_compared_and_timed_on_a_bare_image(tmp_path: Path) ->
     assert list(speeds[1]["rows: steps"]) == ["2"] and next(iter(speeds[3]["rows: steps"])) == "32"
     assert speeds[4]["floor tok/s"] >= speeds[2]["floor tok/s"] and speeds[4]["floor of step ms"] is None
     assert len(hurried["rounds"]) == 1, "when time is up"
-
-
-def test_every_way_has_its_turn_and_its_ratio_is_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device gets slower round by round, and ratios stay."""
-    core, ran = SimpleNamespace(runner="own", overlap=True), list[tuple[str, bool, bool]]()
-    engine, ms_of = SimpleNamespace(core=core, draft=None), {"plain": 5.0, "one step at a time": 1.25, "eager": 2.0}
-    ways = turns.WAYS | {"DFlash, eager": turns.Way("eager", overlap=False)}  # type: ignore[arg-type]
-
-    def timed(engine: object, load: Load, *, speculate: bool = True) -> Timed:
-        if load.answer == 64:
-            return Timed(seconds=1.0)
-        ran.append((core.runner, speculate, core.overlap))
-        kind = "plain" if not speculate else "eager" if core.runner == "eager" else "one step at a time"
-        ms = (1 + (len(ran) - 1) // len(ways)) * (1.0 if speculate and core.overlap else ms_of[kind])
-        return Timed(steps=[ms, ms], emitted=10)
-
-    monkeypatch.setattr(turns, "timed", timed)
-    monkeypatch.setattr(turns, "ROUNDS", 7)  # so that the last way is not the engine's own
-    found = turns.by_turns(engine, ways, expected.MODEL, Load(1, 8, 256), math.inf)  # type: ignore[arg-type]
-    once = [(way.runner or "own", way.speculate, way.overlap) for way in ways.values()]
-    assert ran == (once + once[::-1]) * 3 + once and core.overlap and core.runner == "own"
-    assert [round(case["ratio"], 3) for case in found["cases"]] == [1, 1, 0.8, 0.2, 0.5]
-    assert [case["expected ratio"] and round(case["expected ratio"], 2) for case in found["cases"]] == [
-        1,
-        1,
-        0.95,
-        0.19,
-        None,
-    ]
-    assert found["found"].startswith("of DFlash: DFlash again 1.00 (1.00-1.00); DFlash, one step at a time 0.80 (0.80-")
 
 
 class Waits:

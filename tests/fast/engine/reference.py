@@ -576,21 +576,7 @@ def dflash_greedy(
     eos: Collection[int] = (),
     width: int | None = None,
 ) -> DFlashRun:
-    """The whole method at T = 0; see `dflash_sampled`."""
-    return dflash_sampled(target, draft, prompt, max_tokens, 0.0, 0, eos=eos, width=width)
-
-
-def dflash_sampled(
-    target: Target,
-    draft: ReferenceDraft,
-    prompt: Sequence[int],
-    max_tokens: int,
-    temperature: float,
-    seed: int,
-    eos: Collection[int] = (),
-    width: int | None = None,
-) -> DFlashRun:
-    """The whole method. Target and draft run over the whole sequence in every step, so nothing is rolled back.
+    """The whole method at T = 0. Target and draft run over the whole sequence in every step, so nothing is rolled back.
 
     A step verifies `width` rows (default and most: the block), never more than may still be emitted.
     """
@@ -598,7 +584,7 @@ def dflash_sampled(
     end = len(prompt) + max_tokens
     steps: list[Step] = []
     if max_tokens > 0:
-        tokens.append(choose(teacher_forced(target, tokens)[-1], len(tokens), temperature, seed))
+        tokens.append(int(teacher_forced(target, tokens)[-1].argmax()))
     while len(tokens) < end and tokens[-1] not in eos:
         n = len(tokens)
         rows = min(width or draft.block_size, draft.block_size, end - n)
@@ -606,7 +592,7 @@ def dflash_sampled(
         logits = teacher_forced(target, tokens + drafts)[n - 1 :]
         choices: list[int] = []
         for row in range(rows):
-            choices.append(choose(logits[row], n + row, temperature, seed))
+            choices.append(int(logits[row].argmax()))
             if choices[-1] in eos or row == len(drafts) or choices[-1] != drafts[row]:
                 break
         accepted = sum(choice == drafted for choice, drafted in zip(choices, drafts, strict=False))

@@ -2,7 +2,6 @@
 
 from random import Random
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,27 +66,6 @@ def test_it_equals_the_loop_for_ragged_widths_and_any_agreement(data, block_size
     widths = data.draw(st.lists(st.integers(1, block_size), min_size=num_seqs, max_size=num_seqs))
     agree = data.draw(st.lists(st.integers(0, block_size), min_size=num_seqs, max_size=num_seqs))
     Case(block_size, widths, agree, Random(seed)).check()
-
-
-@pytest.mark.parametrize("block_size", [2, 5, 8, 16])
-def test_each_count_from_none_to_all_is_told_apart(block_size):
-    counts = list(range(block_size))
-    assert Case(block_size, [block_size] * block_size, counts).check() == counts
-
-
-def test_drafts_behind_the_first_wrong_one_do_not_count_even_if_right():
-    case = Case(5, [5, 5], [0, 2])
-    for draft, choices in zip(case.drafts, (case.choices[:4], case.choices[5:9]), strict=True):
-        assert sum(a == b for a, b in zip(draft, choices, strict=True)) == 3
-    assert case.check() == [0, 2]
-
-
-def test_drafts_past_the_verified_rows_are_never_accepted():
-    case = Case(8, [3, 2], [8, 8])
-    case.drafts = [[c] * 7 for c in (case.choices[2], case.choices[4])]
-    case.drafts[0][:2] = case.choices[:2]
-    case.drafts[1][:1] = case.choices[3:4]
-    assert case.check() == [2, 1]
 
 
 def test_sequences_without_drafts_take_the_first_choice_beside_others_that_draft():

@@ -2,9 +2,8 @@
 
 import argparse
 from array import array
-from pathlib import Path
 from statistics import fmean
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -13,10 +12,8 @@ from app.engine.schedule.batch import Batch, ScheduledSequence, StepResult
 from app.engine.sequence import Sequence
 from app.engine.step.inputs import Layout, StepInputs
 from app.engine.step.runner import ModelRunner
-from app.messages import Request, StepOutput, TokenDelta
-from tests.fast.engine.flat_request import flat_request
-from tests.fast.tools.tiny import tiny_engine
-from tools.lab.simulated import SimulatedRunner, mean_length, simulate, survival, wish
+from app.messages import Request
+from tools.lab.simulated import SimulatedRunner, mean_length, survival, wish
 
 PUBLISHED = (0.861, 0.724, 0.599, 0.504, 0.425, 0.363, 0.307, 0.262)
 
@@ -111,35 +108,3 @@ def test_every_step_is_computed_and_read_and_its_tokens_are_the_targets() -> Non
     result = SimulatedRunner(cast(ModelRunner, computed), survival((16.0,), 16), 0).launch(decoding(15)).read()
     assert computed.read_steps == 1
     assert result == StepResult([list(range(16))], [15])
-
-
-def run(folder: Path, wished: float, requests: int, **request: Any) -> tuple[dict[str, list[int]], list[TokenDelta]]:
-    """All requests to their end; after every step lengths and pages are those of the tokens emitted."""
-    engine = tiny_engine(folder, page_size=4)
-    core, deltas = engine.core, []
-    simulate(core, survival((wished,), engine.sizes.block_size))
-
-    def check(step: StepOutput) -> None:
-        deltas.extend(step.deltas)
-        for seq in core.scheduler.running:
-            assert seq.num_computed == seq.num_tokens - 1
-            assert len(set(seq.pages)) == len(seq.pages) >= -(-seq.num_computed // 4)
-
-    emitted = core.run([flat_request(str(i), (i + 1, 2, 3), **request) for i in range(requests)], check)
-    assert core.scheduler.pool.num_used == 0
-    return emitted, deltas
-
-
-@pytest.mark.exhaustive
-def test_an_engine_that_simulates_keeps_its_lengths_and_emits_what_was_asked_for(tmp_path: Path) -> None:
-    emitted, deltas = run(tmp_path, 6.36, requests=8, max_tokens=400)
-    assert all(len(tokens) == 400 for tokens in emitted.values())
-    whole = [delta.num_accepted for delta in deltas if delta.num_verified == 15]
-    # A length's standard deviation is 4.9, so 4 standard errors.
-    assert len(whole) > 400 and 1 + fmean(whole) == pytest.approx(6.36, abs=4 * 4.9 / len(whole) ** 0.5)
-    assert all(len(delta.token_ids) == delta.num_accepted + 1 for delta in deltas if not delta.finish_reason)
-
-
-def test_plain_requests_are_left_alone(tmp_path: Path) -> None:
-    _, deltas = run(tmp_path, 16.0, requests=2, max_tokens=20, speculate=False)
-    assert {len(delta.token_ids) for delta in deltas} == {1}

@@ -240,19 +240,6 @@ def test_a_host_part_that_grows_with_context_is_found_out(host: Callable[[int], 
     assert flat_host(*grown(lambda n: 100.0, host)).holds == holds
 
 
-def test_tables_of_a_cpu_do_not_pretend_to_tell_launching_from_computing() -> None:
-    some, found = grown(lambda n: 10.0)
-    (table,) = step.tables([some], found, is_asynchronous=False, acceptance_length=None)
-    assert "compute" in table.rows[0] and not {"dispatch", "wait", "device"} & table.rows[0].keys()
-    assert "cannot be told apart" in str(table)
-    assert table.rows[0]["products"] == "0.100", "their floor is told beside them"
-    for measured in found.values():
-        measured.queued = [4.0]
-    (table,) = step.tables([some], found, is_asynchronous=True, acceptance_length=None)
-    assert "products" not in table.rows[0]
-    assert {"dispatch", "wait", "device"} <= table.rows[0].keys() and table.rows[0]["device"] == "4.000"
-
-
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
