@@ -24,10 +24,9 @@ DENSE: dict[str, Any] = {
 
 
 def use_kernels(monkeypatch: pytest.MonkeyPatch, make: Callable[[torch.device], CudaBackend] = CudaBackend) -> None:
-    """Engines that are built from now on have this backend, without a start-up's self-test and warm-up."""
+    """Engines that are built from now on have this backend, without a start-up's self-test."""
     monkeypatch.setattr(build, "make_backend", lambda device, **_: make(torch.device(device)))
     monkeypatch.setattr(build, "check_attention", lambda *_: None)
-    monkeypatch.setattr(build, "_warm_up", lambda *_: None)
 
 
 def engine(pair: Pair, draft: bool = True, **wishes: Any) -> Engine:

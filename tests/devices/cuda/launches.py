@@ -153,7 +153,6 @@ def engine(pair: Pair, backend: CudaBackend, *, draft: bool, **wishes: Any) -> E
     with (
         patch.object(build, "make_backend", lambda *_, **__: backend),
         patch.object(build, "check_attention", lambda *_: None),
-        patch.object(build, "_warm_up", lambda *_: None),
     ):
         return build.build_engine(config).core
 
