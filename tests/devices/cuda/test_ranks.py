@@ -70,6 +70,7 @@ def test_two_ranks_on_our_kernels_decode_what_one_does(tmp_path, monkeypatch, la
     ranks.close()
     assert run.texts == expected
     assert (run.verify_tokens > (1.05 if asked else 1.2) * run.verify_steps) == (draft is not None)
-    assert len(ranks.verified[0]) > 3 and ranks.verified[1] == ranks.verified[0]
+    assert len(ranks.verified[0]) > 3
+    ranks.check_alike()
     assert bool(log.overlapped) == (not asked), "steps from graphs are launched ahead"
     assert {"attend", "rope_and_write", *KERNELS[kind]} <= launched
