@@ -68,7 +68,6 @@ class CostTable:
         self._verify: list[Curve] = []
         self._draft_ms, self._target_ms = cache(self._draft_pass), cache(self._target_pass)
         self._logs = np.zeros((len(self.seqs), 2))  # corrections, as logarithms: of all costs, and of drafting besides
-        self._factors = [(1.0, 1.0)] * len(self.seqs)  # of a plain step, and of what drafting adds to it
         widest = self.widths[-1]
         plain = {n: ms[Shape(n)] for n in self.seqs}
         passes: dict[int, dict[int, float]] = {width: {0: 0.0} for width in self.widths}
@@ -103,10 +102,8 @@ class CostTable:
         """
         plain, drafting = self._parts(seqs, blocks, rows, drafts)
         error = min(max(log(ms / float(plain + drafting)), -_MAX_ERROR), _MAX_ERROR)
-        nearest = self._nearest(seqs)
-        self._logs[nearest] += error * _SPEED_GAIN, error * _DRAFTING_GAIN * float(drafting / (plain + drafting))
-        speed, drafting = np.exp(self._logs[nearest])
-        self._factors[nearest] = (speed, speed * drafting)
+        gains = _SPEED_GAIN, _DRAFTING_GAIN * float(drafting / (plain + drafting))
+        self._logs[self._nearest(seqs)] += np.multiply(error, gains)
 
     def _parts(self, seqs: int, blocks: Any, rows: int, drafts: Any) -> tuple[Floats, Floats]:
         """Return ms of a plain step of these sequences, and ms that drafting adds to it."""
@@ -114,8 +111,8 @@ class CostTable:
             table(size, 2 << int(np.max(counts)).bit_length())  # few sizes, so that few tables are computed
             for table, size, counts in ((self._draft_ms, rows, blocks), (self._target_ms, seqs, drafts))
         )
-        speed, drafting = self._factors[self._nearest(seqs)]
-        return speed * target_ms[0], drafting * (draft_ms[blocks] + target_ms[drafts] - target_ms[0])
+        speed, drafting = np.exp(self._logs[self._nearest(seqs)])
+        return speed * target_ms[0], speed * drafting * (draft_ms[blocks] + target_ms[drafts] - target_ms[0])
 
     def _nearest(self, seqs: int) -> int:
         return min(range(len(self.seqs)), key=lambda i: abs(log(self.seqs[i] / max(seqs, 1))))

@@ -126,11 +126,14 @@ class PagePool:
         self._digest_of[page] = digest
         return True
 
-    def forget(self, pages: "array[int]") -> None:
-        """Let owned pages be found no more."""
+    def forget(self, pages: Iterable[int]) -> None:
+        """Let pages be found no more."""
         for page in pages:
-            if page in self._digest_of:
-                self._forget(page)
+            if digest := self._digest_of.pop(page, None):
+                del self._page_of[digest]
+                self.on_forget(digest)
+                if self.events is not None:
+                    self.events.removed(digest)
 
     def release(self, pages: "array[int]", *, sound: bool = True) -> None:
         """Remove an owner, from the tail on, because a sequence's first pages are the likeliest to be found again.
@@ -164,16 +167,9 @@ class PagePool:
             page = self._free.popleft()
         else:
             page, _ = self._free_cached.popitem(last=False)
-            self._forget(page)
+            self.forget([page])
         self._num_owners[page] = 1
         if page in self._suspects:
             self._suspects.discard(page)
             self.to_scrub += range(page * self.page_size, (page + 1) * self.page_size)
         return page
-
-    def _forget(self, page: int) -> None:
-        digest = self._digest_of.pop(page)
-        del self._page_of[digest]
-        self.on_forget(digest)
-        if self.events is not None:
-            self.events.removed(digest)

@@ -66,8 +66,7 @@ class Scheduler:
         self.on_not_finite: Callable[[ScheduledSequence, list[int]], TokenDelta | None] = _unhandled
         """Hook for choices of a sequence with NOT_FINITE among those that it would emit."""
         self.num_preemptions = self.num_not_finite = self.num_faults = 0
-        self.prefix_cache_queries = 0
-        self.prefix_cache_hits = 0
+        self.prefix_cache_queries = self.prefix_cache_hits = 0
         self._free_batch_slots = list(reversed(range(max_num_seqs)))
         self._num_arrivals = 0
         self._dropped: list[TokenDelta] = []
@@ -211,18 +210,16 @@ class Scheduler:
     def may_admit_next(self) -> bool:
         """Return True if the next `schedule` may admit a waiting sequence."""
         has_place = bool(self.waiting) and len(self.running) < self.max_num_seqs
-        return has_place and self._has_room(self.waiting[0], self._find(self.waiting[0]))
+        return has_place and self._find(self.waiting[0]) is not None
 
     def _decoding_with_pages(self) -> list[Sequence]:
         """Return decoding sequences that own pages for this step, taken from the newest sequences if need be."""
         ready: list[Sequence] = []
         for seq in [seq for seq in self.running if seq.is_decoding]:
-            if seq.arrival > self.running[-1].arrival:
-                break  # an older sequence has preempted this one and all later ones
             self.at_hand = seq
-            if not self._grow_or_preempt(seq):
-                break
-            ready.append(seq)
+            # An older sequence may have preempted this one.
+            if seq.batch_slot >= 0 and self._grow_or_preempt(seq):
+                ready.append(seq)
         return ready
 
     def _grow_or_preempt(self, seq: Sequence) -> bool:
@@ -262,8 +259,7 @@ class Scheduler:
 
     def _may_admit(self, seq: Sequence) -> bool:
         """Give pages to a new sequence, cached ones first, if there is room for it."""
-        found = self._find(seq)
-        if not self._has_room(seq, found):
+        if (found := self._find(seq)) is None:
             return False
         self.pool.share(found)
         seq.pages = found
@@ -275,20 +271,19 @@ class Scheduler:
             self.prefix_cache_hits += seq.num_cached
         return True
 
-    def _find(self, seq: Sequence) -> "array[int]":
-        """Return cached pages of the sequence's tokens but the last. Those of a hybrid target end at a checkpoint."""
+    def _find(self, seq: Sequence) -> "array[int] | None":
+        """Return cached pages of the sequence's tokens but the last, or None if it cannot be admitted yet.
+
+        Those of a hybrid target end at a checkpoint. A page has to stay free for each running sequence, whose growth
+        would else preempt the new one.
+        """
         page_size = self.pool.page_size
         pages = (seq.num_tokens - 1) // page_size if seq.cacheable else 0
         found = self.pool.find(seq.digest(page, page_size) for page in range(pages))
         while self.states.num_slots and found and seq.digest(len(found) - 1, page_size) not in self.states:
             found.pop()
-        return found
-
-    def _has_room(self, seq: Sequence, found: "array[int]") -> bool:
-        """Return True if a page stays free for each running sequence, whose growth would else preempt the new one."""
-        if self._is_being_filled(seq, len(found)):
-            return False
-        return self.pool.cost(found, self.max_length(seq)) + len(self.running) <= self.pool.num_free
+        wanted = self.pool.cost(found, self.max_length(seq)) + len(self.running)
+        return None if wanted > self.pool.num_free or self._is_being_filled(seq, len(found)) else found
 
     def _is_being_filled(self, seq: Sequence, page: int) -> bool:
         """Return True if a running sequence fills, in this step, the page or checkpoint that `seq` could use next."""
@@ -309,13 +304,11 @@ class Scheduler:
         if not is_finite and NOT_FINITE in tokens[: min(num_accepted + 1, seq.num_remaining)]:
             return self.on_not_finite(share, tokens)
         self.states.commit(share)
-        if not share.needs_logits:
+        delta = self.accept(share, tokens, num_accepted) if share.needs_logits else None
+        if delta is None:
             seq.num_computed = share.end
-            self._publish(share)
-            return None
-        delta = self.accept(share, tokens, num_accepted)
         self._publish(share)
-        if delta.finish_reason:
+        if delta and delta.finish_reason:
             self.end(seq)
         return delta
 

@@ -138,11 +138,11 @@ class StateSlots:
         """Return True if there may be another checkpoint, for which the least-recently-used one is evicted."""
         if len(self._num_readers) < self.num_checkpoints:
             return True
-        unread = (digest for digest, slot in self._slot_of.items() if not self._num_readers[slot])
-        if (digest := next(unread, None)) is None:
-            return False
-        self.forget(digest)
-        return True
+        for digest, slot in self._slot_of.items():
+            if not self._num_readers[slot]:
+                self.forget(digest)
+                return True
+        return False
 
     def _name(self, slot: int, digest: bytes) -> bool:
         if slot in self._digest_of:
