@@ -18,7 +18,6 @@ tiles of 16 rows at least 0.95).
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +31,7 @@ from app.engine.device.base import AttentionMask, AttentionMetadata, Heads, Laye
 
 MAX_SEQS = 32
 CONTEXT = 1024
-"""Tokens of a sequence whose last row or block is timed."""
+"""Tokens of a sequence whose last row is timed."""
 CALLS = 16
 """Calls of attention in a row, because a single launch is too short to time."""
 CAUSAL = AttentionMask(causal=True)
@@ -72,7 +71,7 @@ def of_attention(
 ) -> Question:
     """Return how to launch attention of one row a sequence."""
     num_seqs = min(num_seqs, MAX_SEQS)
-    operands = cache(partial(_paged, heads, like, [1] * num_seqs, page_size))
+    operands = cache(partial(_paged, heads, like, num_seqs, page_size))
 
     def run(tile: Tile | None) -> Outputs:
         q, kv, meta = operands()
@@ -90,15 +89,13 @@ def _noise(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape).normal_(generator=torch.Generator(like.device).manual_seed(sum(shape)))
 
 
-def _paged(
-    heads: Heads, like: Tensor, query_lens: list[int], page_size: int
-) -> tuple[Tensor, LayerKv, AttentionMetadata]:
-    """Return q, K and V, and where they lie: sequences of CONTEXT tokens, whose pages are interleaved."""
-    num_seqs, pages = len(query_lens), -(-CONTEXT // page_size)
+def _paged(heads: Heads, like: Tensor, num_seqs: int, page_size: int) -> tuple[Tensor, LayerKv, AttentionMetadata]:
+    """Return q of one row a sequence, K and V, and their places: CONTEXT tokens each, on interleaved pages."""
+    pages = -(-CONTEXT // page_size)
     shape = (num_seqs * pages, page_size, heads.num_kv_heads, heads.head_dim)
-    q = _noise(like, sum(query_lens), heads.num_heads, heads.head_dim)
+    q = _noise(like, num_seqs, heads.num_heads, heads.head_dim)
     numbers = partial(torch.tensor, dtype=torch.int32, device=like.device)
     table = torch.arange(num_seqs * pages, dtype=torch.int32, device=like.device).view(pages, num_seqs).T.contiguous()
-    starts, lens = [0, *accumulate(query_lens)], [CONTEXT] * num_seqs
-    meta = AttentionMetadata(numbers(starts), numbers(lens), table, query_lens, lens, page_size, {CAUSAL: None})
+    ones, lens, starts = [1] * num_seqs, [CONTEXT] * num_seqs, numbers(range(num_seqs + 1))
+    meta = AttentionMetadata(starts, numbers(lens), table, ones, lens, page_size, {CAUSAL: None})
     return q, LayerKv(_noise(like, *shape), _noise(like, *shape).add_(1.0)), meta
