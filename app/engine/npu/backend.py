@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -122,24 +122,49 @@ class NpuBackend(Backend):
         plan: AttentionPlan = meta.plans[mask]
         if self._attended is not None:
             self._attended.append((meta, mask, sinks is not None))
-        heads, scale = q_thd.shape[1], q_thd.shape[2] ** -0.5
-        operands = q_thd.contiguous(), kv.k.flatten(2), kv.v.flatten(2)
-        arguments = plan.lengths(sinks=sinks is not None) | {
-            "atten_mask": plan.mask,
-            "block_table": meta.page_table,
-            "num_key_value_heads": kv.k.shape[2],
-            "pre_tokens": plan.pre_tokens,
-            "next_tokens": plan.next_tokens,
-            "input_layout": "TND",
-            "sparse_mode": plan.sparse_mode,
-            "block_size": meta.page_size,
-        }
-        if sinks is None:
-            attend = partial(torch_npu.npu_fused_infer_attention_score, num_heads=heads, scale=scale)
-        else:  # the second version has sinks, and other names (N38)
-            second = torch_npu.npu_fused_infer_attention_score_v2
-            attend = partial(second, learnable_sink=sinks, num_query_heads=heads, softmax_scale=scale)
-        o, _ = attend(*operands, **arguments)
+        if sinks is not None:
+            return self._attention_with_sinks(q_thd, kv, meta, plan, sinks)
+        o, _ = torch_npu.npu_fused_infer_attention_score(
+            q_thd.contiguous(),
+            kv.k.flatten(2),
+            kv.v.flatten(2),
+            atten_mask=plan.mask,
+            actual_seq_lengths=plan.q_ends,
+            actual_seq_lengths_kv=plan.host_seq_lens,
+            block_table=meta.page_table,
+            num_heads=q_thd.shape[1],
+            num_key_value_heads=kv.k.shape[2],
+            scale=q_thd.shape[2] ** -0.5,
+            pre_tokens=plan.pre_tokens,
+            next_tokens=plan.next_tokens,
+            input_layout="TND",
+            sparse_mode=plan.sparse_mode,
+            block_size=meta.page_size,
+        )
+        return o
+
+    def _attention_with_sinks(
+        self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, plan: AttentionPlan, sinks: Tensor
+    ) -> Tensor:
+        """Return attention by the operator's second version, which is the one with sinks and has other names (N38)."""
+        o, _ = torch_npu.npu_fused_infer_attention_score_v2(
+            q_thd.contiguous(),
+            kv.k.flatten(2),
+            kv.v.flatten(2),
+            atten_mask=plan.mask,
+            actual_seq_qlen=plan.q_ends,
+            actual_seq_kvlen=plan.host_seq_lens,
+            block_table=meta.page_table,
+            learnable_sink=sinks,
+            num_query_heads=q_thd.shape[1],
+            num_key_value_heads=kv.k.shape[2],
+            softmax_scale=q_thd.shape[2] ** -0.5,
+            pre_tokens=plan.pre_tokens,
+            next_tokens=plan.next_tokens,
+            input_layout="TND",
+            sparse_mode=plan.sparse_mode,
+            block_size=meta.page_size,
+        )
         return o
 
     def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
