@@ -100,7 +100,7 @@ def test_a_wrong_argument_is_refused_once_with_its_sentence(two: Cluster, tmp_pa
     assert two.deploy(port=9000)["refused"].startswith("port is not read here")
     assert two.deploy(device="auto")["refused"].startswith("device=auto: say cpu, cuda or npu")
     assert two.deploy(max_replicas=3)["refused"].startswith("num_replicas is not read with max_replicas")
-    assert two.deploy(min_replicas=2)["refused"].startswith("min_replicas is read with max_replicas alone")
+    assert two.deploy(min_replicas=2)["refused"].startswith("min_replicas is read only with max_replicas")
     assert two.deploy(draft_model=str(tmp_path))["refused"].startswith(f"{tmp_path}/config.json")
     events = {"enable_kv_cache_events": True}
     assert "--no-prefix-caching" in two.deploy(kv_events_config=events, prefix_caching=False)["refused"]
