@@ -46,10 +46,10 @@ def test_the_references_target_is_transformers(name: str, tmp_path: Path) -> Non
     assert_close(features(ours, text, taps), features(theirs, text, taps))
     our_cache, their_cache = None, DynamicCache(config=theirs.config)
     for rows in (text[:7], *([token] for token in text[7:20])):
-        out = ours(torch.tensor([rows]), past_key_values=our_cache)
-        our_cache = out.past_key_values
+        out = ours(torch.tensor([rows]), cache=our_cache)
+        our_cache = out.cache
         with torch.no_grad():
-            wanted = theirs(torch.tensor([rows]), past_key_values=their_cache, use_cache=True)
+            wanted = theirs(torch.tensor([rows]), cache=their_cache, use_cache=True)
         assert_close(out.logits, wanted.logits)
 
 

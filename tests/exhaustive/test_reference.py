@@ -89,7 +89,7 @@ def test_draft_layers_equal_transformers_own_layers_over_a_prefilled_cache(pair,
         rows = torch.tensor([[text[-1]] + [pair.mask_token_id] * (pair.block_size - 1)])
         nothing_masked = {"full_attention": torch.zeros(1, 1, pair.block_size, n - 1 + pair.block_size)}
         positions = torch.arange(n - 1, n - 1 + pair.block_size)[None]
-        expected = model(rows, attention_mask=nothing_masked, position_ids=positions, past_key_values=cache)[0][0]
+        expected = model(rows, attention_mask=nothing_masked, position_ids=positions, cache=cache)[0][0]
         logits = target.lm_head(expected)[1:]
     torch.testing.assert_close(draft.block_hidden(context, text[-1], n), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(draft.block_logits(context, text[-1], n), logits, atol=1e-4, rtol=1e-5)

@@ -36,7 +36,7 @@ class Output(NamedTuple):
     """[1, T, V]"""
     hidden_states: tuple[Tensor, ...]
     """The embeddings and the residual stream after each layer, [1, T, H]; the last one is normed."""
-    past_key_values: list[tuple[Tensor, Tensor]]
+    cache: list[tuple[Tensor, Tensor]]
 
 
 class ReferenceTarget:
@@ -68,25 +68,25 @@ class ReferenceTarget:
     def __call__(
         self,
         rows: Tensor,
-        past_key_values: list[Any] | None = None,
+        cache: list[Any] | None = None,
         use_cache: bool = True,
         output_hidden_states: bool = False,
     ) -> Output:
-        """Run the rows [1, T] that come after those whose K and V are in `past_key_values`."""
+        """Run the rows [1, T] that come after those whose K and V are in `cache`."""
         x = F.embedding(rows[0], self.embedding)
-        hidden_states, cache = [x], []
+        hidden_states, new_cache = [x], []
         for layer in range(self.config.num_hidden_layers):
             name = f"layers.{layer}"
-            past = past_key_values[layer] if past_key_values else None
+            past = cache[layer] if cache else None
             out, kv = self._mixed(self._norm(x, f"{name}.input_layernorm"), layer, past)
             x = x + out
             y = self._norm(x, f"{name}.post_attention_layernorm")
             x = x + (self._experts if f"{name}.mlp.gate.weight" in self.weights else self._mlp)(y, f"{name}.mlp")
             hidden_states.append(x)
-            cache.append(kv)
+            new_cache.append(kv)
         hidden_states[-1] = self._norm(x, "norm")
         logits = F.linear(hidden_states[-1], self.head)
-        return Output(logits[None], tuple(state[None] for state in hidden_states), cache)
+        return Output(logits[None], tuple(state[None] for state in hidden_states), new_cache)
 
     def _mlp(self, x: Tensor, name: str) -> Tensor:
         gate, up = (self._linear(x, f"{name}.{part}_proj") for part in ("gate", "up"))
@@ -539,12 +539,12 @@ def sampled(
     new: list[int] = []
     rows, cache = torch.tensor([list(prompt)]), None
     while len(new) < max_tokens:
-        out = target(rows, past_key_values=cache, use_cache=True)
+        out = target(rows, cache=cache, use_cache=True)
         token = decide(out.logits[0, -1], prompt, new, temperature, seed, sampling).choice
         new.append(token)
         if token in eos:
             break
-        rows, cache = torch.tensor([[token]]), out.past_key_values
+        rows, cache = torch.tensor([[token]]), out.cache
     return new
 
 

@@ -196,7 +196,7 @@ def check_states(engine: Engine, reference: HybridReference) -> int:
     for seq in engine.core.scheduler.running:
         if not seq.num_computed:
             continue
-        wanted = reference(torch.tensor([seq.token_ids[: seq.num_computed]])).past_key_values
+        wanted = reference(torch.tensor([seq.token_ids[: seq.num_computed]])).cache
         check_state(engine, seq.state_slot, seq.num_computed, wanted)
         checked += 1
     return checked

@@ -37,7 +37,7 @@ class WatchedStates:
             for digest, slot in new:
                 tokens = self._tokens[digest]
                 assert len(tokens) % size == 0
-                wanted = self.reference(torch.tensor([tokens])).past_key_values
+                wanted = self.reference(torch.tensor([tokens])).cache
                 check_state(self.engine, slot, len(tokens), wanted)
                 self.num_checked += 1
 
