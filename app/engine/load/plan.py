@@ -13,7 +13,8 @@ from app.engine.device.base import Backend, Defaults
 from app.engine.errors import UnsupportedError
 from app.engine.load.refusals import Facts, check
 from app.engine.schedule.page_pool import SCRATCH_PAGES
-from app.engine.step.graph_sizes import GraphSizes, settle_graph_sizes
+from app.engine.step.graph_plan import settle_graph_sizes
+from app.engine.step.graph_sizes import GraphSizes
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from app.engine.errors import UnsupportedError
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine.sequence import Sequence
-from app.engine.step.graph_sizes import settle_graph_sizes
+from app.engine.step.graph_plan import settle_graph_sizes
 from app.engine.step.inputs import Layout, RowGroup, StepInputs
 from app.messages import Request, SamplingParams
 from tests.fast.engine.lossless import LUCKY, make_engine

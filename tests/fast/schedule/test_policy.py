@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from app.engine.schedule.costs import CostTable, Shape, shapes
 from app.engine.schedule.policy import Policy, best_widths, priors, shifted
-from app.engine.step.graph_sizes import settle_graph_sizes
+from app.engine.step.graph_plan import settle_graph_sizes
 from tests import GOLDEN
 from tests.costs import fast_ones
 
