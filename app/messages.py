@@ -160,7 +160,7 @@ class EngineInfo:
 
     Without a draft `draft` is None, `block_size` is 1, and `taps` and `draft_config` (what its config.json says) are
     empty. Only a hybrid target has state: `state_cache_bytes` are for `num_state_checkpoints` of the prefix cache.
-    `tuned` are the launches that were timed. `forwards` run "by operators", are BEING_COMPILED, or are "compiled".
+    `tuned` are the products that were timed. `forwards` run "by operators", are BEING_COMPILED, or are "compiled".
     """
 
     target: str

@@ -82,8 +82,7 @@ class EngineConfig:
     tune: Literal["auto", "off"] = _setting(
         ENGINE,
         "auto",
-        "auto | off: on a GPU, time ways to launch kernels at the first start, for at most 10 s, and cache the result; "
-        "on a CPU, time products of few rows at each start",
+        "auto | off: on a CPU, time products of few rows at each start",
     )
     batch_invariant: bool = _setting(
         ENGINE,

@@ -1,4 +1,4 @@
-"""What a start leaves for the next one, in folders of the user: code that g++ made, and answers of timed launches.
+"""Code that g++ made, which a start leaves for the next one in folders of the user.
 
 A kept file is called NAME-HASH.KIND, where the hash is of all that decides its content. Code is loaded from these
 folders, so they must belong to this user only.

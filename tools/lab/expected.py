@@ -1,6 +1,6 @@
-"""Figures that the performance model expects of Qwen3-8B on an H200. None was measured.
+"""Figures that the performance model expects of Qwen3-8B on an H200.
 
-docs/performance.md has the same table, under "A GPU, expected and not measured".
+docs/performance.md has the same table, and what was measured, under "A GPU, expected and measured".
 """
 
 from dataclasses import dataclass

@@ -88,7 +88,7 @@ def named(opened: Callable[[], Backend], shapes: dict[str, tuple[int, int]], row
 def measured(
     opened: Callable[[], Backend], shape: tuple[int, int], rows: tuple[int, ...], rotated: float, timed: Timer
 ) -> Result:
-    """Time one product at each number of rows, and our kernel's best way. `expected us` is the model's of cuBLAS.
+    """Time one product at each number of rows. `expected us` is the model's of cuBLAS.
 
     By what `us` and `us again` differ is noise.
     """
@@ -111,23 +111,10 @@ def measured(
             "TB/s": size / taken / 1e12,
             "TFLOP/s": operations / taken / 1e12,
         }
-        ways = [(seconds(multiply), way) for way, multiply in ours(shape, num_rows).items()]
-        if ways:
-            best, way = min(ways)
-            case |= {"ours us": 1e6 * best, "ours TB/s": size / best / 1e12, "way": way}
         cases.append(case | {"us again": 1e6 * seconds(backend.linear)})
     few = cases[min(1, len(cases) - 1)]
     found = f"{few['TB/s']:.3g} TB/s at {few['rows']} rows, {cases[-1]['TFLOP/s']:.3g} TFLOP/s at {cases[-1]['rows']}"
     return {"weight": list(shape), "copies": count, "cases": cases, "found": found}
-
-
-def ours(shape: tuple[int, int], num_rows: int) -> dict[str, Multiply]:
-    """Return the ways of our kernel of few rows that take such a product."""
-    from app.engine.cuda import products
-
-    ways = [way for way in products.VARIANTS if num_rows <= products.MAX_ROWS]
-    fit = [way for way in ways if products.fits(way, *shape, num_rows, gated=False)]
-    return {str(way): partial(products.linear, variant=way) for way in fit}
 
 
 def expected_seconds(size: float, operations: float) -> float:

@@ -138,7 +138,6 @@ def speed(built: Callable[[str], Built], model: str, way: str, load: Load, round
         "refilled tok/s": refilled(made, load) if in_time else None,
         "peak GB": torch.cuda.max_memory_allocated() / 1e9 or None,
         "built in s": seconds_to_build,
-        "launches tuned": sum(chosen != "default" for chosen in made.tuned.values()),
         "clocks before": before,
         "clocks": clocks(),
         "target": target,

@@ -23,8 +23,6 @@ from tools.report.part import Part, Result
 ANSWER = 256
 ROUNDS = 6
 FIRST = "DFlash"
-NOTHING_TUNED: dict[str, Any] = {"tiles": {}, "products": {}}
-"""Attributes of a CudaBackend that has chosen no launch by timing."""
 ATTENTION: dict[str, Callable[[Any], dict[str, Any]]] = {
     "half of attention's splits": lambda at: {"splits": max(1, at.splits // 2)},
     "twice attention's splits": lambda at: {"splits": min(MOST_SPLITS, 2 * at.splits)},
@@ -78,9 +76,6 @@ def others(engine: Engine, concurrency: int) -> dict[str, Way]:
     layout = replace(own.layout, graphs=None)
     eager = ModelRunner(own.forward, own.backend, own.counts, layout, own.pools)
     found = {f"{FIRST}, eager, one step at a time": Way(eager, overlap=False)}
-    if any(chosen != "default" for chosen in engine.tuned.values()):
-        with patch.multiple(own.backend, **NOTHING_TUNED):
-            found[f"{FIRST}, launches by default"] = Way(captured(engine, own, concurrency))
     for name, change in ATTENTION.items() if hasattr(own.backend, "geometry") else ():
         with changed_attention(own.backend, change) as differs:
             runner = captured(engine, own, concurrency)

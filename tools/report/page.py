@@ -53,8 +53,8 @@ of the width that has the lowest. Published: SGLang on one H200 with Qwen3-8B, G
 DIFFERENT WORKLOAD.""",
     "gemm": """
 Matrix products of a layer, over copies of the weight that no cache holds together. `expected` is what the performance
-model of docs/performance.md says of cuBLAS. `ours` is the best `way` of our kernel of few rows. `us again` is measured
-behind it. `fc` and `kv` make the context KV. The last rows name the kernels that cuBLAS launched.""",
+model of docs/performance.md says of cuBLAS. `us again` is measured behind it.
+`fc` and `kv` make the context KV. The last rows name the kernels that cuBLAS launched.""",
     "graphs": """
 RANDOM WEIGHTS. Each captured graph of the target and of the draft, behind 1,024 tokens a sequence. The floor reads
 weights and KV once. `expected` is the performance model's.""",

@@ -7,7 +7,7 @@ reads weights, so their layout in memory counts.
 import ctypes
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -22,7 +22,6 @@ from app.engine.device.base import (
     AttentionMask,
     AttentionMetadata,
     ContextRows,
-    Heads,
     LayerKv,
     ProjectedRows,
     Rotation,
@@ -73,9 +72,7 @@ class CpuBackend(TorchBackend):
             logger.warning("--dtype float16 is slow on a CPU; float32 is quicker, and takes twice the memory")
         self._dtype = dtype
 
-    def tune(
-        self, decoders: Sequence[Heads], weights: Mapping[str, Sequence[Tensor]], max_num_seqs: int, page_size: int
-    ) -> dict[str, str]:
+    def tune(self) -> dict[str, str]:
         """Time products of few rows, and leave to PyTorch what it computes faster, with the threads it will have."""
         with self.step(linear.ALL_ROWS):
             found = linear.tune(self._packed)

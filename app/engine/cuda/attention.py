@@ -7,7 +7,6 @@ the device. The host decides only the shape of the launch, which follows from te
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import e, log2
-from typing import NamedTuple
 
 import torch
 import triton
@@ -53,37 +52,23 @@ class Geometry:
     chunk: int = 0
 
 
-class Tile(NamedTuple):
-    """Variant of a launch. `waves` tiles a multiprocessor are what splitting K and V aims at."""
+def tile_of(heads: Heads, dtype: torch.dtype, *, plain: bool, fixed: bool) -> tuple[int, int, int]:
+    """Return the tokens that a program reads at a time, and Triton's warps and stages.
 
-    tokens: int
-    warps: int
-    stages: int
-    waves: int
-
-
-def default_tile(heads: Heads, dtype: torch.dtype, *, plain: bool) -> Tile:
-    """Return the variant that is launched unless another was faster.
-
-    Triton keeps `stages` less two tiles of K and V in flight; with three it waits for each tile at once. Partial
-    results of a tile of many rows are dear, because `combine` reads them in fp32.
+    Triton keeps `stages` less two tiles of K and V in flight; with three it waits for each tile at once. For 16
+    bits and heads of 128 they are the fastest of those measured on an H200 (docs/results).
     """
     narrow, wide = dtype.itemsize <= 2, heads.head_dim > 128
     if plain:
-        return Tile((64 if narrow else 32) // (2 if wide else 1), 4 if narrow or not wide else 8, stages=5, waves=2)
+        return (64 if narrow else 32) // (2 if wide else 1), 4 if narrow or not wide else 8, 5
     if narrow and not wide:
-        return Tile(32, 4 if TILE_ROWS * heads.num_heads <= 64 * heads.num_kv_heads else 8, stages=5, waves=1)
-    return Tile(16 if wide and not narrow else 32, 8, stages=3, waves=1)
+        many = heads.num_heads > 4 * heads.num_kv_heads
+        return 32 if many or fixed else 64, 8 if many else 4, 5
+    return 16 if wide and not narrow else 32, 8, 3
 
 
 def geometry(
-    query_lens: Sequence[int],
-    heads: Heads,
-    dtype: torch.dtype,
-    multiprocessors: int,
-    tile: Tile | None = None,
-    *,
-    fixed: bool = False,
+    query_lens: Sequence[int], heads: Heads, dtype: torch.dtype, multiprocessors: int, *, fixed: bool = False
 ) -> Geometry:
     """Return the shape of a launch for sequences of `query_lens` rows.
 
@@ -95,13 +80,13 @@ def geometry(
     # A head of more than 128 dims takes as many registers as the tile of a narrower one, and fp32 those of q thrice.
     # Fixed chunks take those of a sum next to the chunk's own.
     rows = 1 if plain else TILE_ROWS if narrow else TILE_ROWS // (8 if wide else 4 if fixed else 2)
-    tile = tile or default_tile(heads, dtype, plain=plain)
-    # Least number of tiles with work, but for padding.
+    # Least number of tiles with work, but for padding. A multiprocessor gets at most two programs of one row, or one of
+    # more rows. With twice as many, attention took up to half as long again on an H200.
     busy = max(1, sum(count > 0 for count in query_lens), num_rows // rows)
-    most = -(-tile.waves * multiprocessors // (busy * heads.num_kv_heads))
+    most = max(1, (2 if plain else 1) * multiprocessors // (busy * heads.num_kv_heads))
     tiles = num_seqs if plain else num_seqs + num_rows // rows
     splits = most if fixed else 1 << (min(MAX_SPLITS, most).bit_length() - 1)
-    return Geometry(rows, tiles, splits, tile.tokens, tile.warps, tile.stages, CHUNK if fixed else 0)
+    return Geometry(rows, tiles, splits, *tile_of(heads, dtype, plain=plain, fixed=fixed), CHUNK if fixed else 0)
 
 
 def splits_of_chunks(launch: Geometry, numbers: int, tokens: int) -> tuple[int, int]:

@@ -1,22 +1,17 @@
 """Backend on CUDA GPUs: kernels in Triton and cuBLAS, and graphs. docs/cuda.md describes each kernel."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from app.engine.cache_folder import cache
 from app.engine.comm.comm import Comm, Meeting
 from app.engine.comm.device import DeviceComm
-from app.engine.cuda import experts, gated_delta, integers, prefill, products, rows, timed_launches
-from app.engine.cuda import tune as tuning
-from app.engine.cuda.attention import TILE_ROWS, Geometry, Tile, geometry, paged_attention
+from app.engine.cuda import experts, gated_delta, integers, prefill, rows
+from app.engine.cuda.attention import TILE_ROWS, Geometry, geometry, paged_attention
 from app.engine.cuda.prefill import Packed
-from app.engine.cuda.products import Product
-from app.engine.cuda.tune import Measure, Question
 from app.engine.device import accelerator
 from app.engine.device.base import AttentionMask, AttentionMetadata, Defaults, Graph, Heads, LayerKv, Rotation
 from app.engine.device.moe import ExpertWeights, MoeConfig
@@ -37,8 +32,6 @@ class CudaBackend(TorchBackend):
 
     Groups of at most TILE_ROWS rows a sequence, on average, go through our attention, which reads all lengths on the
     device. Prompts go through PyTorch's. On a CPU the kernels run in Triton's interpreter.
-
-    `tiles` and `products` are what `tune` chose: variants of attention by heads, and those of products by their key.
     """
 
     captures = True
@@ -54,8 +47,6 @@ class CudaBackend(TorchBackend):
             torch.backends.cuda.enable_cudnn_sdp(False)
             self.defaults = Defaults(dtype=torch.bfloat16, page_size=16, max_num_seqs=256)
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if self.on_gpu else 4
-        self.tiles: dict[Heads, Tile] = {}
-        self.products: dict[products.Key, Product] = {}
         self.packs_prompts = self.on_gpu
         """True if `varlen_attn` reads prompts, which `check` tries."""
         self._graph_pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
@@ -105,61 +96,14 @@ class CudaBackend(TorchBackend):
 
     def geometry(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Geometry:
         """Return the shape of the launch. A graph holds that of its capture."""
-        heads, fixed = Heads(q_thd.shape[1], *kv.k.shape[2:]), self.batch_invariant
-        tile = self.tiles.get(heads) if max(meta.query_lens) <= 1 and not fixed else None
-        return geometry(meta.query_lens, heads, kv.k.dtype, self.multiprocessors, tile, fixed=fixed)
+        heads = Heads(q_thd.shape[1], *kv.k.shape[2:])
+        return geometry(meta.query_lens, heads, kv.k.dtype, self.multiprocessors, fixed=self.batch_invariant)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rows.add_rms_norm(x, None, weight, eps)[0]
 
     def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        variant = self._variant(x, gate_up, gated=True)
-        if variant is None:
-            return self.linear(rows.silu_mul(self.linear(x, gate_up)), down)
-        return self.linear(products.linear(x, gate_up, variant, gated=True), down)
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        variant = self._variant(x, weight) if bias is None else None
-        if variant is None:
-            return super().linear(x, weight, bias)
-        return products.linear(x, weight, variant)
-
-    def _variant(self, x: Tensor, weight: Tensor, *, gated: bool = False) -> Product | None:
-        """Return the variant that was chosen for this product, or None for PyTorch's."""
-        if not self.products or len(x) > products.MAX_ROWS:
-            return None
-        return self.products.get(products.key(weight, len(x), gated=gated))
-
-    def tune(
-        self,
-        decoders: Sequence[Heads],
-        weights: Mapping[str, Sequence[Tensor]],
-        max_num_seqs: int,
-        page_size: int,
-        measure: Measure | None = None,
-    ) -> dict[str, str]:
-        """Choose variants of launches in 16 bits; `measure` is a clock for tests."""
-        if measure is None and not self.on_gpu:
-            return {}
-        name = torch.cuda.get_device_name(self.device) if self.on_gpu else "CPU"
-        questions = self.questions(decoders, weights, max_num_seqs, page_size)
-        measure = measure or partial(tuning.seconds_in_a_graph, self.capture_apart)
-        with cache("tuned") as folder:
-            return tuning.tune(questions, measure, name, folder, self.is_fatal)
-
-    def questions(
-        self, decoders: Sequence[Heads], weights: Mapping[str, Sequence[Tensor]], max_num_seqs: int, page_size: int
-    ) -> list[Question]:
-        """Return the launches that `tune` times."""
-        first = next(iter(weights.values()), None)
-        if self.batch_invariant or not first or first[0].dtype.itemsize != 2:
-            return []
-        found = [*timed_launches.of_products(weights, self.products)]
-        for heads in dict.fromkeys(decoders):
-            if heads.head_dim <= 128:
-                sizes = max_num_seqs, page_size, self.multiprocessors
-                found.append(timed_launches.of_attention(heads, first[0], *sizes, self.tiles))
-        return found
+        return self.linear(rows.silu_mul(self.linear(x, gate_up)), down)
 
     def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
         """Return `Backend.moe`. PyTorch's grouped product takes only bfloat16, and serves many rows of an expert."""

@@ -16,14 +16,14 @@ from app.engine.device.base import AttentionMask, AttentionMetadata
 
 
 class InvariantCudaBackend(CudaBackend):
-    """Backend whose launches follow from a weight or from the heads, never from the rows. Nothing is timed."""
+    """Backend whose launches follow from a weight or from the heads, never from the rows."""
 
     batch_invariant = True
 
     def pack_weight(self, *parts: Tensor) -> Tensor:
-        """Return `Backend.pack_weight`. Raises UnsupportedError for a weight that has no fixed variant."""
+        """Return `Backend.pack_weight`. Raises UnsupportedError for a weight whose columns are no whole tiles."""
         weight = super().pack_weight(*parts)
-        products.fixed_variant(weight, self.multiprocessors)
+        products.product_of(weight, self.multiprocessors)
         return weight
 
     def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> Any:
@@ -31,4 +31,4 @@ class InvariantCudaBackend(CudaBackend):
         return None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return products.fixed_linear(x, weight, bias, self.multiprocessors)
+        return products.linear(x, weight, bias, self.multiprocessors)

@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.cuda.tune import TOLERANCE, error_of
 from app.engine.device.base import AttentionMetadata, LayerKv
+
+TOLERANCE = 0.02
+"""Largest error as a share of the largest value: 16-bit rounding is far below it, a wrong index far above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
             return repr(error)
         parts = zip(q.float().split(query_lens), k.float().split(lens), v.float().split(lens), strict=True)
         expected = torch.cat([_dense(q, k, v, window) for q, k, v in parts])
-        if error_of(found, expected) >= TOLERANCE:
+        if not float((found.float() - expected).abs().max() / expected.abs().max()) < TOLERANCE:
             return f"its result is wrong on this device, window {window}"
     return ""
 

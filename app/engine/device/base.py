@@ -1,7 +1,7 @@
 """The interface of a device, with the maths of its simple operators. models/ and dflash/ name no device."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -346,11 +346,8 @@ class Backend(ABC):
         """Return logits [R, V] of hidden states [R, H], in fp32 if the device can, else in the engine's dtype."""
         return self.linear(hidden, lm_head)
 
-    def tune(
-        self, decoders: Sequence[Heads], weights: Mapping[str, Sequence[Tensor]], max_num_seqs: int, page_size: int
-    ) -> dict[str, str]:
-        """Time variants of launches before a graph is captured, use the quickest that are right, and return these by
-        launch. `decoders` are the target and the draft, and `weights` [out, in] those of the target by name."""
+    def tune(self) -> dict[str, str]:
+        """Time the products of the packed weights in other ways, use the quickest, and return these by product."""
         return {}
 
     @abstractmethod

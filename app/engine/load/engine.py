@@ -16,7 +16,7 @@ from app.engine.comm.comm import ALONE, Comm
 from app.engine.compile.backend import TracedBackend
 from app.engine.compile.packages import Shapes, traced_config, use_compiled
 from app.engine.core import EngineCore
-from app.engine.device.base import Backend, Heads
+from app.engine.device.base import Backend
 from app.engine.device.factory import make_backend
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.dflash.model import DFlashModel
@@ -63,7 +63,7 @@ Join = Callable[[Backend], Rank]
 @dataclass(frozen=True, slots=True)
 class Engine:
     """A loaded engine and its settled sizes. `states` are those of a hybrid. Forwards are to be compiled if it
-    `compiles`. `tuned` are launches that the device has chosen, if any."""
+    `compiles`. `tuned` are products that were timed, if any."""
 
     core: EngineCore
     sizes: Sizes
@@ -135,7 +135,7 @@ def _load(
         backend.check(decoder.head_dim, plan.sizes.block_size, plan.sizes.page_size, plan.dtype)
         check_attention(backend, decoder, plan.sizes.page_size, plan.sizes.block_size, plan.dtype)
     target, draft = _read_weights(plan, backend, comm, open_weights, on_progress)
-    tuned = _tuned(plan, backend, target) if config.tune == "auto" and comm.size == 1 else {}  # ranks launch alike
+    tuned = backend.tune() if config.tune == "auto" and comm.size == 1 else {}  # ranks launch alike
     states = make_states(plan, backend, comm)
     runner_over = partial(_runner, backend, comm, target, draft, states)
     step = 0 if backend.memory_is_host else step_memory(partial(runner_over, plan), backend, plan.sizes)
@@ -169,18 +169,6 @@ def _read_weights(
     draft = DFlashModel(shape, of_draft, backend, *shared)
     of_draft.close()
     return target, draft
-
-
-def _tuned(plan: Plan, backend: Backend, target: Target) -> dict[str, str]:
-    """Return `Backend.tune` for the heads of all decoders and the target's 16-bit matrices, by name."""
-    matrices: dict[str, list[torch.Tensor]] = {}
-    for layer in target.layers:
-        for name, weight in layer.named_parameters():
-            if weight.dim() == 2 and weight.dtype.itemsize == 2:
-                matrices.setdefault(name.rpartition(".")[2], []).append(weight)
-    alike = {name: same for name, same in matrices.items() if len({weight.shape for weight in same}) == 1}
-    heads = [Heads(decoder.num_heads, decoder.num_kv_heads, decoder.head_dim) for decoder in plan.decoders]
-    return backend.tune(heads, alike, plan.sizes.max_num_seqs, plan.sizes.page_size)
 
 
 def _runner(

@@ -26,8 +26,7 @@ from triton.runtime import driver
 from app.engine.cuda import experts, products
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.invariant import InvariantCudaBackend
-from app.engine.cuda.timed_launches import ONE_ROW
-from app.engine.device.base import AttentionMask, AttentionMetadata, ContextRows, Heads, LayerKv, ProjectedRows
+from app.engine.device.base import AttentionMask, AttentionMetadata, ContextRows, LayerKv, ProjectedRows
 from app.engine.device.gated_delta import GatedDeltaStep
 from app.engine.device.moe import ExpertWeights, MoeConfig
 from tools.lab.random_weights import BLOCK_SIZE, DRAFT_LAYERS, TARGETS
@@ -119,20 +118,13 @@ def launch_all(config: dict[str, Any], backend: CudaBackend) -> None:
         backend.advance_by_accepted(verified, numbers(num_seqs), numbers(rows), *(numbers(num_seqs) for _ in range(3)))
 
 
-def launch_products() -> None:
-    """Every variant, gated and not, at each number of columns of a tile."""
-    for variant, rows, gated in product(products.VARIANTS, (1, 32, 64), (False, True)):
-        if products.fits(variant, 4096, 4096, rows, gated=gated):
-            products.linear(empty(rows, 4096), empty(8192, 4096), variant, gated=gated)
-
-
 def launch_fixed_products() -> None:
     """Products whose tiles are the same for any rows, in splits of programs and of one, for all types, with biases."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         weight, bias = empty(4096, 4096, dtype=dtype), empty(4096, dtype=dtype)
-        assert products.fixed_variant(weight, 132).splits > 1
+        assert products.product_of(weight, 132).splits > 1
         for rows, some in product((16, 512), (None, bias)):
-            products.fixed_linear(empty(rows, 4096, dtype=dtype), weight, some, 132)
+            products.linear(empty(rows, 4096, dtype=dtype), weight, some, 132)
 
 
 def launch_fixed_attention() -> None:
@@ -144,18 +136,6 @@ def launch_fixed_attention() -> None:
         for rows, mask in product((16, 2048), (*MASKS, *WINDOWED)) if dim <= 128 else ():
             meta = AttentionMetadata(numbers(2), numbers(1), numbers(1, 100), [rows], [], 16, {mask: None})
             backend.attention(empty(rows, heads, dim, dtype=dtype), kv, meta, mask)
-
-
-def launch_timed() -> None:
-    """Variants of `--tune`: attention of one row."""
-    kv = LayerKv(*(empty(4096, 16, 8, 128) for _ in range(2)))
-    for tile in ONE_ROW:
-        backend = CudaBackend(torch.device("cpu"))
-        backend.multiprocessors, backend.tiles = 132, {Heads(32, 8, 128): tile}
-        for rows, mask in product(([1], [1] * 32), MASKS):
-            seqs = len(rows)
-            meta = AttentionMetadata(numbers(seqs + 1), numbers(seqs), numbers(seqs, 100), rows, [], 16, {mask: None})
-            backend.attention(empty(sum(rows), 32, 128), kv, meta, mask)
 
 
 def launch_attention(backend: CudaBackend, shapes: list[tuple[int, int, int, torch.dtype]], *, sinks: bool) -> None:
@@ -236,15 +216,11 @@ def report(models: list[str]) -> Iterator[dict[str, Any]]:
     compiled, backend = compile_only(), CudaBackend(torch.device("cpu"))
     backend.multiprocessors = 132
     seen = set()
-    for model in [*models, "others", "sinks", "products", "fixed", "timed"]:
+    for model in [*models, "others", "sinks", "fixed"]:
         if model in TARGETS:
             launch_all(TARGETS[model], backend)
         elif model == "sinks":
             launch_attention(backend, SINKS, sinks=True)
-        elif model == "products":
-            launch_products()
-        elif model == "timed":
-            launch_timed()
         elif model == "fixed":
             launch_fixed_products()
             launch_fixed_attention()

@@ -16,7 +16,7 @@ if HAS_TRITON:
     os.environ["TRITON_INTERPRET"] = "1"
     for name in (
         "triton.experimental.gluon",  # the interpreter loads it when it runs
-        "app.engine.cuda.backend",
+        "app.engine.cuda.invariant",
         "tools.lab.launch_gap",
     ):
         importlib.import_module(name)

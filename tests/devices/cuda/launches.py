@@ -27,7 +27,6 @@ from app.engine.core import EngineCore
 from app.engine.cuda import integers
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.launch import counters
-from app.engine.cuda.products import Product
 from app.engine.device.base import AttentionMetadata, Graph
 from app.engine.device.torch import RerunGraph
 from app.messages import Request
@@ -37,12 +36,11 @@ from tests.fast.engine.pairs import Pair, make_pair
 LAYERS, DRAFT_LAYERS, BLOCK, MULTIPROCESSORS = 36, 5, 16, 132
 SHAPE: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 16, "block_size": BLOCK}
 SHAPE |= {"vocab_size": 128, "dtype": torch.bfloat16, "taps": (1, 9, 17, 25, 33)}
-LAYER = ("norm", "mm", "rope_and_write", "attend", "combine", "gated", "product")
+LAYER = ("norm", "mm", "rope_and_write", "attend", "combine", "gated")
 """Kernels and operators of a layer."""
 WITHOUT_LAUNCH = ("empty", "new_empty", "_unsafe_view", "_reshape_alias", "detach", "alias", "lift_fresh")
 HEAD = f"| a step, {LAYERS} + {DRAFT_LAYERS} layers | launches | of the draft | a layer of the target | around layers |"
 STEPS = {"plain": 1, "whole blocks": BLOCK}
-WAYS = ("by default", "all ways of `--tune`")
 Sizes = tuple[str, int, int]
 
 
@@ -92,25 +90,13 @@ class Captured(Graph):
     def replay(self) -> None: ...
 
 
-class Always(dict[Any, Any]):
-    """Answers of `--tune` to every question."""
-
-    def __init__(self, way: Any) -> None:
-        super().__init__({None: way})
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        return self[None]
-
-
 class CountedBackend(CudaBackend):
     """Backend that counts the launches of each capture."""
 
-    def __init__(self, *, tuned: bool) -> None:
+    def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self.multiprocessors = MULTIPROCESSORS
         self.captured: list[Counter[str]] = []
-        if tuned:
-            self.products = Always(Product(64, 32, 1))
 
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
         counters(self.device)  # on a GPU a first run makes them
@@ -157,9 +143,9 @@ def engine(pair: Pair, backend: CudaBackend, *, draft: bool, **wishes: Any) -> E
         return build.build_engine(config).core
 
 
-def of_graphs(pair: Pair, num_seqs: int, *, draft: bool, tuned: bool = False) -> dict[Sizes, Counter[str]]:
+def of_graphs(pair: Pair, num_seqs: int, *, draft: bool) -> dict[Sizes, Counter[str]]:
     """Return the launches of each graph, by ("target" or "draft", sequences, rows)."""
-    backend = CountedBackend(tuned=tuned)
+    backend = CountedBackend()
     wishes: dict[str, Any] = {"max_num_seqs": num_seqs, "max_graphs": 4, "verify": BLOCK if draft else "auto"}
     runner = engine(pair, backend, draft=draft, enforce_eager=False, **wishes).runner
     assert runner.graphs and runner.layout.graphs
@@ -182,11 +168,11 @@ def calls_of_a_step(pair: Pair, *, draft: bool) -> Counter[str]:
     return backend.calls
 
 
-def rows(folder: Path, num_seqs: int, step: str, way: str) -> tuple[str, Counter[str]]:
+def rows(folder: Path, num_seqs: int, step: str) -> tuple[str, Counter[str]]:
     """Return the row of a step, and its launches that are no layer's."""
     pair = make_pair(folder, num_layers=LAYERS, draft_layers=DRAFT_LAYERS, **SHAPE)
     width, draft = STEPS[step], STEPS[step] > 1
-    found = of_graphs(pair, num_seqs, draft=draft, tuned=way != WAYS[0])
+    found = of_graphs(pair, num_seqs, draft=draft)
     target = found["target", num_seqs, num_seqs * width]
     of_draft = found["draft", num_seqs, num_seqs * width] if draft else Counter[str]()
     layer = {name: target[name] // LAYERS for name in LAYER}
@@ -198,7 +184,7 @@ def rows(folder: Path, num_seqs: int, step: str, way: str) -> tuple[str, Counter
         sum(layer.values()),
         around.total(),
     ]
-    return f"| {step} at {num_seqs}, {way} | " + " | ".join(map(str, cells)) + " |", around
+    return f"| {step} at {num_seqs} | " + " | ".join(map(str, cells)) + " |", around
 
 
 def main() -> None:
@@ -206,11 +192,10 @@ def main() -> None:
     print(HEAD, "|---" * 5 + "|", sep="\n")
     kept = {}
     with tempfile.TemporaryDirectory() as folder:
-        for way in WAYS:
-            for num_seqs in (1, 32):
-                for step in STEPS:
-                    line, kept[line] = rows(Path(folder), num_seqs, step, way)
-                    print(line, flush=True)
+        for num_seqs in (1, 32):
+            for step in STEPS:
+                line, kept[line] = rows(Path(folder), num_seqs, step)
+                print(line, flush=True)
     for line, around in kept.items():
         print(line.split("|")[1], dict(around))
 

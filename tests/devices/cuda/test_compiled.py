@@ -56,12 +56,6 @@ def test_attention_over_whole_blocks_is_on_the_tensor_cores_own_instructions(ker
     assert all(2 * kernel["shared"] <= SHARED_MEMORY for kernel in attends), "two programs stand beside one another"
 
 
-def test_products_of_few_rows_are_on_the_tensor_cores_own_instructions(kernels: list[dict[str, Any]]) -> None:
-    products = [kernel for kernel in kernels if kernel["kernel"] == "product" and kernel["model"] == "products"]
-    assert len(products) == 2 * 2 * 3 and all(kernel["wgmma"] for kernel in products)
-    assert all(kernel["shared"] >= 80 << 10 for kernel in products)
-
-
 def test_fixed_launches_are_on_them_too(kernels: list[dict[str, Any]]) -> None:
     fixed = [kernel for kernel in kernels if kernel["model"] == "fixed"]
     products = [kernel["wgmma"] for kernel in fixed if kernel["kernel"] == "product"]

@@ -15,8 +15,7 @@ from app.check.operators import Extent
 from app.engine.cuda import gated_delta
 from app.engine.cuda.backend import CudaBackend
 from app.engine.device.base import GatedDeltaStep
-from app.engine.device.torch import TorchBackend
-from tools.lab import cuda_attention, turns
+from tools.lab import cuda_attention
 from tools.report import command
 from tools.report import section as report_section
 from tools.report.operators import compared, of_graphs, of_torch
@@ -136,11 +135,3 @@ def test_a_launch_that_triton_refuses_is_a_row_among_the_others(backend: CudaBac
     assert {row["failed"] for row in found["cases"] if "failed" in row} == {"OutOfResources: shared memory"}
     assert len([row for row in found["cases"] if "us" in row]) >= 5
     assert "passed" not in found and found["error"]["says"] == "OutOfResources: shared memory"
-
-
-def test_launches_by_default_are_those_of_a_backend_that_has_timed_nothing() -> None:
-    """A choice that `tune` makes, and that is not undone here, would be measured against itself."""
-    new, old = (vars(kind(torch.device("cpu"))) for kind in (CudaBackend, TorchBackend))
-    not_chosen = {"multiprocessors", "on_gpu", "packs_prompts"}
-    own = {name for name in new if not name.startswith("_")} - set(old) - not_chosen
-    assert {name: new[name] for name in own} == turns.NOTHING_TUNED

@@ -260,8 +260,6 @@ def test_a_whole_report_ends_with_every_figure_and_its_verdict(tiny, tmp_path, c
     assert report["versions"]["kernels"] == "0 compiled", "they were interpreted"
     refused = [part["name"] for part in report["sections"]["prefill"]["parts"] if "error" in part]
     assert set(refused) <= {"PyTorch's, cuDNN", "PyTorch's, memory-efficient"}, "a CPU has them not"
-    ours = [case.get("ours us") for part in report["sections"]["gemm"]["parts"] for case in part["result"]["cases"]]
-    assert sum(us is not None and us > 0 for us in ours) == 2 * 6, "all but o, whose K is less than a tile"
     end = page.verdict(report)
     assert len(end) <= page.VERDICT_CHARS
     assert [line.partition(":")[0].lower() for line in end.splitlines()[1:]] == list(FIGURES)

@@ -5,17 +5,16 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
-from tests.devices.cuda.launches import BLOCK, HEAD, STEPS, WAYS, calls_of_a_step, rows
+from tests.devices.cuda.launches import BLOCK, HEAD, STEPS, calls_of_a_step, rows
 from tests.fast.engine.pairs import make_pair
 
 DOCS = ROOT / "docs" / "cuda.md"
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("num_seqs", [1, pytest.param(32, marks=pytest.mark.slow)])
-def test_the_table_of_launches_is_what_captures_launch(tmp_path: Path, num_seqs: int, step: str, way: str) -> None:
-    line, _ = rows(tmp_path, num_seqs, step, way)
+def test_the_table_of_launches_is_what_captures_launch(tmp_path: Path, num_seqs: int, step: str) -> None:
+    line, _ = rows(tmp_path, num_seqs, step)
     page = DOCS.read_text(encoding="utf-8")
     assert f"\n{HEAD}\n" in page and f"|\n{line}\n" in page, f"put this into docs/cuda.md:\n{line}"
 

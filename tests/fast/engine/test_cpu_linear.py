@@ -182,7 +182,7 @@ def test_without_a_compiler_weights_lie_in_columns_and_products_are_pytorchs(mon
         backend, weight = CpuBackend(CPU), drawn(6, 8, dtype=torch.float32)
         packed = backend.pack_weight(weight)
     assert "PyTorch's own, because there is no g++" in caplog.text and packed.t().is_contiguous()
-    assert backend.tune([], {}, 1, 16) == {}
+    assert backend.tune() == {}
     x = drawn(3, 8, dtype=torch.float32, seed=1)
     torch.testing.assert_close(backend.linear(x, packed), x @ weight.T)
 
@@ -192,7 +192,7 @@ def test_rows_are_timed_for_each_weight_and_told():
     backend = CpuBackend(CPU)
     backend.pack_weight(drawn(1024, 1024, dtype=torch.float32))
     backend.pack_weight(drawn(24, 32, dtype=torch.bfloat16))
-    told = backend.tune([], {}, 1, 16)
+    told = backend.tune()
     assert list(told) == ["linear 1024 x 1024, float32", "linear 24 x 32, bfloat16"]
     assert all(value.startswith("own") for value in told.values())
 
@@ -362,7 +362,7 @@ def test_pytorch_has_threads_for_steps_of_many_rows_alone(monkeypatch):
     large.pack_weight(torch.zeros(5, 4))
     assert threads_of_steps(large) == [1, 1, 3]
     monkeypatch.setattr(linear, "_most_rows", lambda *_: 1)
-    large.tune([], {}, 1, 16)
+    large.tune()
     assert threads_of_steps(large) == [1, 3, 3]
     mixed.pack_weight(torch.zeros(5, 4))
     mixed.empty_experts(torch.zeros(1), 2, 2, 2)
