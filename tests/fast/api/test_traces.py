@@ -97,11 +97,11 @@ def test_the_time_in_the_queue_is_that_of_the_choice_that_was_scheduled_first(se
     asked = background.submit(lambda: server.http.post("/v1/completions", json=TEXT | {"n": 2}))
     first, second = (server.script.see("Submit")["request_id"] for _ in range(2))
     server.script.emit(first, [5, 2])
-    time.sleep(0.3)
+    time.sleep(0.5)
     server.script.emit(second, [5, 2])
     assert asked.result().status_code == 200
     attributes = span().attributes
-    assert attributes["gen_ai.latency.time_in_queue"] < 0.3 < attributes["gen_ai.latency.e2e"]
+    assert attributes["gen_ai.latency.e2e"] - attributes["gen_ai.latency.time_in_queue"] > 0.25
 
 
 def test_an_error_of_the_engine_is_the_status(server, background):
