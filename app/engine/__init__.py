@@ -1,1 +1,1 @@
-"""The engine: token ids in, token ids out. It knows no text and no HTTP; `core.EngineCore` is the whole of it."""
+"""The engine: token ids in, token ids out, by `core.EngineCore`. Text is in `app.text`, and HTTP in `app.api`."""

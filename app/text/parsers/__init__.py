@@ -1,4 +1,7 @@
-"""Parsers of output: reasoning, and the tool calls of each family of models."""
+"""Parsers of output: reasoning, and the tool calls of each family of models.
+
+A parser gets text, never tokens (`app.text.detokenizer`), and knows nothing of HTTP: answers are made in `app.api`.
+"""
 
 import re
 from collections.abc import Callable

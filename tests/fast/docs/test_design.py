@@ -1,7 +1,9 @@
 """docs/DESIGN.md names what there is: rooms, import rules, functions and lines of code."""
 
+import ast
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +63,18 @@ def test_the_map_has_every_file_of_app_and_no_other() -> None:
         assert (ROOT / room).is_dir(), room
     files = {path.relative_to(ROOT).as_posix() for path in APP.rglob("*.py") if not path.name.startswith("__")}
     assert sorted(files - listed) == []
+
+
+ROOMS = sorted(path.parent for path in APP.rglob("__init__.py") if path.parent != APP)
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: str(room.relative_to(APP)))
+def test_every_room_says_what_belongs_there_and_where_other_things_are(room: Path) -> None:
+    says = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8"))) or ""
+    words = re.findall(r"\b\w+(?:[./]\w+)+|\b\w+(?=/)|(?<=`)\w+(?=`)", says)
+    paths = [base / re.sub(r"\.(?!py$)", "/", word) for word in words for base in (ROOT, APP, APP / "engine")]
+    named = [path for path in paths if path.exists() or path.with_suffix(".py").exists()]
+    assert [path for path in named if room not in (path, *path.parents)], f"where is what does not belong here? {says}"
 
 
 NAMED = [(cell[0], cell[1]) for cell in rows("The map")]
