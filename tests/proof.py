@@ -148,6 +148,7 @@ def holds(domain: str, runs: dict[str, Run]) -> bool:
 def page(findings: list[Findings], acceptance: dict[str, dict[str, Run]], arguments: list[str]) -> Iterator[str]:
     yield "# Proof"
     yield ""
+    yield "For users who want the proof that drafts change no text."
     yield f"Written by `{shlex.join(['python', '-m', 'tests.proof', *arguments])}`; do not edit."
     yield f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__};"
     yield "fp32 on a CPU, one thread."

@@ -51,6 +51,7 @@ def page(findings: Findings, fuzzed: Fuzzed, arguments: Sequence[str]) -> Iterat
     plan = findings.plan
     yield "# Reliability"
     yield ""
+    yield "For operators who want to know what the server survives."
     yield f"Written by `{shlex.join(['python', '-m', 'tests.soak', *arguments])}`; do not edit. `make soak` runs"
     yield "20 minutes of load and faults, after 10 of schemathesis. `make test-all` runs about a minute of it."
     command = shlex.join(["dflash-server", "serve", *plan.flags])

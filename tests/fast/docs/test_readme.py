@@ -23,8 +23,19 @@ def markdown(*rows: tuple[str, ...]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def test_the_readme_has_at_most_150_lines() -> None:
-    assert README.count("\n") <= 150
+WRITTEN = [path for path in FILES.values() if "h200" not in path.parts]  # not printed on a device
+
+
+def test_pages_are_short_enough_to_be_read() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in (*WRITTEN, ROOT / "SECURITY.md")]
+    words = sum(len(re.findall(r"\S*\w\S*", text)) for text in texts)
+    assert words <= 28_000 and README.count("\n") <= 150
+    assert (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").count("\n") <= 80
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in WRITTEN if path.name != "README.md"))
+def test_a_page_begins_with_who_needs_it(name: str) -> None:
+    assert PAGES[name].split("\n\n")[1].startswith("For ")
 
 
 @pytest.mark.parametrize("name", PAGES)
