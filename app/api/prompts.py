@@ -41,7 +41,7 @@ async def render_and_encode(
 
     A forced call begins the answer, so that the model does not reason before it.
     """
-    template, family = services.tokenizer.chat_template, services.tool_family
+    template, call_format = services.tokenizer.chat_template, services.call_format
     check_template(body, services)
     if num_strict := sum(bool(tool.function.strict) for tool in body.tools or []):
         logger.info("strict is a wish here: %d tools have it, and their calls are not checked", num_strict)
@@ -61,7 +61,7 @@ async def render_and_encode(
         raise bad_request(clip(str(error), 300), "messages") from None
     end = body.messages[-1].text if body.continue_final_message else text[-len(_NO_REASONING) :]
     in_reasoning = end.rfind(THINK) > end.rfind(END_THINK)
-    begun_call = family.prefix(body.forced_function) if body.forces_call and family else ""
+    begun_call = call_format.prefix(body.forced_function) if body.forces_call and call_format else ""
     if begun_call:
         text += _NO_REASONING + begun_call if in_reasoning else begun_call
         in_reasoning = False

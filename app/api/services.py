@@ -12,7 +12,7 @@ from app.api.middleware import key_digests, sent_key
 from app.config.settings import Config
 from app.engine_client.client import EngineClient
 from app.metrics import Metrics
-from app.text.parsers import family_for, reasoning_for
+from app.text.parsers import format_for, reasoning_for
 from app.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ TIMEOUT_HEADER = "X-Request-Timeout"
 class Services:
     """What the handlers of one server share. `api_keys` are those of the settings and of their file.
 
-    `reasoning_parser` and `tool_family` parse reasoning and calls out of chat answers, unless they are None. Set to
-    `auto` they follow the chat template, which follows a named family. While the server `is_leaving`, /ready answers
+    `reasoning_parser` and `call_format` parse reasoning and calls out of chat answers, unless they are None. Set to
+    `auto` they follow the chat template, which follows a named format. While the server `is_leaving`, /ready answers
     503, and requests are still served. `num_unread_bytes` counts the bytes of bodies that have not arrived whole.
     """
 
@@ -42,9 +42,9 @@ class Services:
         self.admin_digests = key_digests(self.config.admin_key)
         self.model_names = self.config.model_names
         self.reasoning_parser = reasoning_for(self.config.reasoning_parser, template.source or "")
-        self.tool_family = family_for(self.config.tool_call_parser, template.source or "")
-        if self.tool_family is not None:
-            template.family = self.tool_family
+        self.call_format = format_for(self.config.tool_call_parser, template.source or "")
+        if self.call_format is not None:
+            template.call_format = self.call_format
         self.num_unread_bytes = 0
         self.is_leaving = False
         self.created = int(time.time())

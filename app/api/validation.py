@@ -106,7 +106,7 @@ def _check_message(where: str, message: ChatMessage) -> None:
 
 def check_template(body: TemplatedRequest, services: Services) -> None:
     """Raise ApiError for fields that need what the model's chat template or its parsers do not have."""
-    template, family = services.tokenizer.chat_template, services.tool_family
+    template, call_format = services.tokenizer.chat_template, services.call_format
     reasons = services.reasoning_parser is not None
     separates = reasons and getattr(body, "separate_reasoning", None) is not False
     if getattr(body, "include_reasoning", None) is False and not separates:
@@ -114,7 +114,7 @@ def check_template(body: TemplatedRequest, services: Services) -> None:
         raise unsupported(
             f"`include_reasoning` false leaves parsed reasoning out, but {why}. Leave it out.", "include_reasoning"
         )
-    if body.forces_call and family is None:
+    if body.forces_call and call_format is None:
         raise unsupported(
             "`tool_choice` asks for a call, but the form of this model's tool calls is not known "
             '(--tool-call-parser). Use "auto".',

@@ -21,7 +21,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from app.config.error import ConfigError
-from app.text.parsers import family_for
+from app.text.parsers import format_for
 
 
 class ChatTemplateError(ConfigError):
@@ -43,7 +43,7 @@ class ChatTemplate:
 
     `special` are the special tokens that a template may name. `variables` are the names that this template reads,
     and `switches` those that `chat_template_kwargs` may set, sorted.
-    `family` is the form of tool calls that it teaches, which decides how it gets messages and tools.
+    `call_format` is the form of tool calls that it teaches, which decides how it gets messages and tools.
     """
 
     def __init__(self, source: str | None, special: dict[str, str]) -> None:
@@ -59,7 +59,7 @@ class ChatTemplate:
         self.takes_one_call = "message.tool_calls[0]" in text and "in message.tool_calls" not in text
         self.writes_reasoning = "reasoning_content" in text or ".thinking" in text  # the latter is gpt-oss's name
         self.writes_names = _MESSAGE_NAME.search(text) is not None
-        self.family = family_for("auto", text)
+        self.call_format = format_for("auto", text)
         timeout = environment.extensions[_Timeout.identifier]
         assert isinstance(timeout, _Timeout)
         self._timeout = timeout
@@ -116,8 +116,8 @@ class ChatTemplate:
         variables = dict(switches or {}) | self._special
         self._timeout.start()
         try:
-            if self.family is not None and self.family.for_template is not None:
-                messages, tools = self.family.for_template(messages, tools)
+            if self.call_format is not None and self.call_format.for_template is not None:
+                messages, tools = self.call_format.for_template(messages, tools)
             text = _joined(
                 self._template.generate(
                     variables,

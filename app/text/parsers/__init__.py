@@ -7,19 +7,19 @@ import re
 from collections.abc import Callable
 
 from app.text.parsers import harmony, llama3_json, qwen3
-from app.text.parsers.base import CallParser, Family, Parsed, Reasoning, ToolCall
+from app.text.parsers.base import CallFormat, CallParser, Parsed, Reasoning, ToolCall
 from app.text.parsers.harmony import HarmonyReasoning
 from app.text.parsers.reasoning import END_THINK, THINK, ReasoningParser
 
-FAMILIES = (qwen3.FAMILY, llama3_json.FAMILY, harmony.FAMILY)
+FORMATS = (qwen3.FORMAT, llama3_json.FORMAT, harmony.FORMAT)
 _AFTER_CALL = re.compile(r"(?<=[>}])")  # a call ends there
-MARKS = (THINK, END_THINK, *(mark for family in FAMILIES for mark in family.marks))
+MARKS = (THINK, END_THINK, *(mark for form in FORMATS for mark in form.marks))
 
 
-def family_for(name: str, template: str) -> Family | None:
-    """Return the family that is called `name`. With "auto" it is the one whose calls the chat template teaches."""
-    suits = (lambda family: family.fits(template)) if name == "auto" else (lambda family: family.name == name)
-    return next(filter(suits, FAMILIES), None)
+def format_for(name: str, template: str) -> CallFormat | None:
+    """Return the format that is called `name`. With "auto" it is the one whose calls the chat template teaches."""
+    suits = (lambda each: each.fits(template)) if name == "auto" else (lambda each: each.name == name)
+    return next(filter(suits, FORMATS), None)
 
 
 def reasoning_for(name: str, template: str) -> Callable[[bool], Reasoning] | None:

@@ -74,7 +74,7 @@ class CallParser(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class CallFormat:
     """Format in which a family of models writes tool calls.
 
     `marks` are tags that must stay in the text, even if they are special tokens. `fits(source)` is true of a chat

@@ -4,7 +4,7 @@ import json
 import re
 from enum import Enum, auto
 
-from app.text.parsers.base import Family, Json, Parsed, ToolCall, num_held, read_call
+from app.text.parsers.base import CallFormat, Json, Parsed, ToolCall, num_held, read_call
 
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 _ENDS = END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -182,7 +182,7 @@ def fits(source: str) -> bool:
     return CHANNEL in source and START in source and MESSAGE in source
 
 
-FAMILY = Family(
+FORMAT = CallFormat(
     "harmony",
     HarmonyCalls,
     (CHANNEL, MESSAGE, START, CONSTRAIN, *_ENDS),

@@ -2,7 +2,7 @@
 
 from enum import Enum, auto
 
-from app.text.parsers.base import SPACE, Family, Json, Parsed, ToolCall, num_held, read_call
+from app.text.parsers.base import SPACE, CallFormat, Json, Parsed, ToolCall, num_held, read_call
 
 PYTHON_TAG = "<|python_tag|>"
 
@@ -123,6 +123,6 @@ def for_template(messages: list[Json], tools: list[Json] | None) -> tuple[list[J
     return read, tools
 
 
-FAMILY = Family(
+FORMAT = CallFormat(
     "llama3_json", Llama3Calls, (PYTHON_TAG,), _fits, opening='{"name": "', key="parameters", for_template=for_template
 )

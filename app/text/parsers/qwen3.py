@@ -3,7 +3,7 @@
 import json
 import re
 
-from app.text.parsers.base import SPACE, Family, Parsed, ToolCall, num_held, read_call
+from app.text.parsers.base import SPACE, CallFormat, Parsed, ToolCall, num_held, read_call
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 _LEXEME = re.compile(r"</?tool_call>|[ \t\r\n]+|[^< \t\r\n](?:[^<]*[^< \t\r\n])?|<")
@@ -95,4 +95,4 @@ def _fits(source: str) -> bool:
     return CALL in source and "<function=" not in source and "<arg_key>" not in source
 
 
-FAMILY = Family("qwen3", Qwen3Calls, (CALL, END_CALL), _fits, opening=f'{CALL}\n{{"name": "', key="arguments")
+FORMAT = CallFormat("qwen3", Qwen3Calls, (CALL, END_CALL), _fits, opening=f'{CALL}\n{{"name": "', key="arguments")

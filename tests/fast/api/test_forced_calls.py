@@ -223,7 +223,7 @@ def test_without_parallel_calls_the_first_call_ends_the_generation(server, backg
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
-    ("family", "call", "more"),
+    ("form", "call", "more"),
     [
         (qwen3, '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>', " and more "),
         (
@@ -235,10 +235,8 @@ def test_without_parallel_calls_the_first_call_ends_the_generation(server, backg
     ],
     ids=["qwen", "llama", "llama with two calls"],
 )
-def test_text_that_a_stop_string_held_back_ends_with_the_only_call(start, family, call, more, stream, seed):
-    server = start(
-        PLAIN if family is qwen3 else CHATML + "{% if tools %}{% endif %}", tool_call_parser=family.FAMILY.name
-    )
+def test_text_that_a_stop_string_held_back_ends_with_the_only_call(start, form, call, more, stream, seed):
+    server = start(PLAIN if form is qwen3 else CHATML + "{% if tools %}{% endif %}", tool_call_parser=form.FORMAT.name)
     server.plan_text(f"{call}{more} {call}", seed)
     stop = f"{call[-3:]}{more} {call}X"
     answer = ask(server, stream, parallel_tool_calls=False, stop=[stop])

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from app.text.parsers import FAMILIES, OutputParser, Parsed
+from app.text.parsers import FORMATS, OutputParser, Parsed
 from tests.fast.api.errors import error_of
 from tests.fast.api.served import PATIENCE, Server
 from tests.fast.api.templates import HEAD, HELLO, QWEN, TURN
@@ -207,17 +207,17 @@ def test_items_do_not_depend_on_where_a_step_ends(server, stream):
         assert told == ["a", "f", " <b>}", "f", "c"]
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_texts_and_calls_keep_their_order_in_every_family(family):
-    json = f'{{"name": "f", "{family.key}": {{"a": {{"b": "}}"}}}}}}'
+@pytest.mark.parametrize("form", FORMATS, ids=lambda each: each.name)
+def test_texts_and_calls_keep_their_order_in_every_format(form):
+    json = f'{{"name": "f", "{form.key}": {{"a": {{"b": "}}"}}}}}}'
     opening, inner, end = {
         "qwen3": ("<tool_call>", json, "</tool_call>"),
         "llama3_json": ("<|python_tag|>", json, ""),
         "harmony": ("<|channel|>commentary to=functions.", 'f<|message|>{"a": {"b": "}"}}', "<|call|>"),
-    }[family.name]
+    }[form.name]
     call = f"{opening}{inner}{end}"
     text = f"One {call}two {{}} <b>{call}{opening}{{"
-    one_step, many_steps = OutputParser(calls=family.parser()), OutputParser(calls=family.parser())
+    one_step, many_steps = OutputParser(calls=form.parser()), OutputParser(calls=form.parser())
     whole = Parsed.in_order([*one_step.push_in_order(text), one_step.finish()])
     pieces = [part for character in text for part in many_steps.push_in_order(character)]
     assert whole == Parsed.in_order([*pieces, many_steps.finish()])

@@ -320,9 +320,9 @@ def test_with_the_parser_off_a_call_is_content(start):
 )
 def test_the_parser_is_chosen_by_its_setting_or_from_the_template(start, said, template, name):
     server = start(template)
-    family = Services(Config(tool_call_parser=said), server.engine, server.tokenizer, server.metrics).tool_family
-    assert (family and family.name) == name
-    assert server.tokenizer.chat_template.family is family or said == "none"
+    form = Services(Config(tool_call_parser=said), server.engine, server.tokenizer, server.metrics).call_format
+    assert (form and form.name) == name
+    assert server.tokenizer.chat_template.call_format is form or said == "none"
 
 
 @pytest.mark.parametrize("content", ["I look.", "", None])

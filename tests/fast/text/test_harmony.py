@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.text.parsers import FAMILIES, OutputParser, Parsed, ToolCall, family_for, reasoning_for
-from app.text.parsers.harmony import FAMILY, HarmonyCalls, HarmonyReasoning
+from app.text.parsers import FORMATS, OutputParser, Parsed, ToolCall, format_for, reasoning_for
+from app.text.parsers.harmony import FORMAT, HarmonyCalls, HarmonyReasoning
 from app.text.parsers.reasoning import ReasoningParser
 from tests.fast.text.pieces import cut
 from tests.fast.text.pieces import parse as pieces_parsed
@@ -87,15 +87,15 @@ def test_text_is_shown_as_soon_as_it_is_certain():
 
 def test_a_forced_call_is_one_that_the_parser_reads():
     for prefix, text in (
-        (FAMILY.prefix("get_weather"), '{"city": "Bern > 1"}'),
-        (FAMILY.prefix(None), 'get_weather <|constrain|>json<|message|>{"city": "Bern > 1"}'),
+        (FORMAT.prefix("get_weather"), '{"city": "Bern > 1"}'),
+        (FORMAT.prefix(None), 'get_weather <|constrain|>json<|message|>{"city": "Bern > 1"}'),
     ):
         assert parse([prefix, text]) == Parsed("", "", (WEATHER,))
 
 
 def test_the_template_chooses_it():
     template = "<|start|>system<|message|>{{ messages }}<|end|><|start|>assistant<|channel|>"
-    assert family_for("auto", template) is FAMILY and reasoning_for("auto", template) is HarmonyReasoning
-    assert family_for("harmony", "") is FAMILY and FAMILY in FAMILIES
+    assert format_for("auto", template) is FORMAT and reasoning_for("auto", template) is HarmonyReasoning
+    assert format_for("harmony", "") is FORMAT and FORMAT in FORMATS
     assert reasoning_for("auto", "<think>") is ReasoningParser
     assert reasoning_for("auto", "") is None and reasoning_for("none", template) is None

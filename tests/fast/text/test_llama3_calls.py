@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.text.parsers import FAMILIES, OutputParser, Parsed, ToolCall
+from app.text.parsers import FORMATS, OutputParser, Parsed, ToolCall
 from app.text.parsers.llama3_json import Llama3Calls
 from tests.fast.text.pieces import cut
 from tests.fast.text.pieces import parse as pieces_parsed
@@ -77,26 +77,26 @@ def test_a_call_is_given_by_the_piece_that_closes_it():
     assert parser.push("}") == Parsed(tool_calls=(F_CALL,))
 
 
-@pytest.mark.parametrize("family", FAMILIES[:2], ids=lambda family: family.name)
+@pytest.mark.parametrize("form", FORMATS[:2], ids=lambda each: each.name)
 @pytest.mark.parametrize("name", ["weather", 'a "b"\\ é'])
-def test_a_forced_call_is_one_that_the_parser_reads(family, name):
+def test_a_forced_call_is_one_that_the_parser_reads(form, name):
     endings = {"qwen3": "}\n</tool_call>", "llama3_json": "}"}
     for prefix, text in [
-        (family.prefix(name), ' {"x": 1}'),
-        (family.prefix(None), f'{json.dumps(name)[1:]}, "{family.key}": {{"x": 1}}'),
+        (form.prefix(name), ' {"x": 1}'),
+        (form.prefix(None), f'{json.dumps(name)[1:]}, "{form.key}": {{"x": 1}}'),
     ]:
-        parser = family.parser()
-        calls = [*parser.push(prefix).tool_calls, *parser.push(text + endings[family.name]).tool_calls]
+        parser = form.parser()
+        calls = [*parser.push(prefix).tool_calls, *parser.push(text + endings[form.name]).tool_calls]
         assert calls == [ToolCall(name, '{"x": 1}')]
 
 
 def test_the_prefixes_are_the_families_own_wording():
-    assert [family.prefix("f") for family in FAMILIES] == [
+    assert [form.prefix("f") for form in FORMATS] == [
         '<tool_call>\n{"name": "f", "arguments":',
         '{"name": "f", "parameters":',
         "<|channel|>commentary to=functions.f <|constrain|>json<|message|>",
     ]
-    assert [family.prefix(None) for family in FAMILIES] == [
+    assert [form.prefix(None) for form in FORMATS] == [
         '<tool_call>\n{"name": "',
         '{"name": "',
         "<|channel|>commentary to=functions.",

@@ -53,7 +53,7 @@ def test_a_call_names_an_offered_function_and_fits_its_schema(split: str) -> Non
 
 def test_the_servers_parser_reads_the_calls() -> None:
     for sample in take("heldout", 200):
-        parser = OutputParser(calls=qwen3.FAMILY.parser())
+        parser = OutputParser(calls=qwen3.FORMAT.parser())
         parsed = [parser.push(sample.answer), parser.finish()]
         calls = [{"name": c.name, "arguments": json.loads(c.arguments)} for part in parsed for c in part.tool_calls]
         assert (calls or None) == calls_in(sample.answer)
