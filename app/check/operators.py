@@ -35,8 +35,8 @@ WINDOW = 100
 HINT = "do not serve on it; with versions that belong together, report this output"
 EXPERTS = MoeConfig(16, 4, intermediate_size=256, norm_topk_prob=True)
 
-Call = Callable[[], Any]
-"""Runs the operator. Tensors of the result are compared, one or a tuple of them."""
+Prepared = Callable[[], Any]
+"""Runs the operator on its inputs. Tensors of the result are compared, one or a tuple of them."""
 Lens = Sequence[tuple[int, int]]
 """Query rows and KV tokens of each request."""
 
@@ -90,7 +90,7 @@ class Inputs:
         return tuple(turns if turns.is_complex() else turns.to(self.dtype) for turns in found)
 
 
-Operator = Callable[[Inputs], Call]
+Operator = Callable[[Inputs], Prepared]
 """Makes the inputs on a backend, and returns the call that is compared and timed."""
 
 
@@ -146,7 +146,7 @@ def cases(extent: Extent) -> dict[str, list[Case]]:
     row_bytes, weight_bytes = NUMBER_BYTES * hidden, NUMBER_BYTES * hidden * inner
     made: dict[str, list[Case]] = defaultdict(list)
 
-    def add(name: str, make: Callable[..., Call], *sizes: int, tolerance: float = 0.0, moved: int = 0) -> None:
+    def add(name: str, make: Callable[..., Prepared], *sizes: int, tolerance: float = 0.0, moved: int = 0) -> None:
         made[name].append(Case(str(list(sizes)), lambda at: make(at, *sizes), tolerance, moved))
 
     for heads, kv_heads, dim in extent.heads:
@@ -237,7 +237,7 @@ class Paged:
         return NUMBER_BYTES * self.dim * numbers
 
 
-def _write_kv(at: Inputs, rows: int, kv_heads: int, dim: int, page: int) -> Call:
+def _write_kv(at: Inputs, rows: int, kv_heads: int, dim: int, page: int) -> Prepared:
     """Compare all pages, so that a row at a wrong slot shows. The rows are views of a wider tensor."""
     num_slots = (rows // page + 2) * page
     kv = at.pages(num_slots, page, kv_heads, dim)
@@ -246,28 +246,28 @@ def _write_kv(at: Inputs, rows: int, kv_heads: int, dim: int, page: int) -> Call
     return lambda: (at.backend.write_kv(k, v, kv, slots), kv.k, kv.v)  # type: ignore[func-returns-value]
 
 
-def _rms_norm(at: Inputs, *shape: int) -> Call:
+def _rms_norm(at: Inputs, *shape: int) -> Prepared:
     x, weight = at.normal(*shape), at.normal(shape[-1])
     return lambda: at.backend.rms_norm(x, weight, EPS)
 
 
-def _add_rms_norm(at: Inputs, rows: int, hidden: int) -> Call:
+def _add_rms_norm(at: Inputs, rows: int, hidden: int) -> Prepared:
     x, residual, weight = at.normal(rows, hidden), at.normal(rows, hidden), at.normal(hidden)
     return lambda: at.backend.add_rms_norm(x, residual, weight, EPS)
 
 
-def _rope(at: Inputs, rows: int, heads: int, dim: int) -> Call:
+def _rope(at: Inputs, rows: int, heads: int, dim: int) -> Prepared:
     rotation, x = at.rotation(rows, dim), at.ordered(at.normal(rows, heads, dim))
     return lambda: at.restored(at.backend.rope(x, rotation))
 
 
-def _gated_mlp(at: Inputs, rows: int, hidden: int, inner: int) -> Call:
+def _gated_mlp(at: Inputs, rows: int, hidden: int, inner: int) -> Prepared:
     gate_up, down = at.normal(2 * inner, hidden), at.normal(hidden, inner)
     x = at.normal(rows, hidden, scale=hidden**-0.5)
     return lambda: at.backend.gated_mlp(x, gate_up, down)
 
 
-def _moe(at: Inputs, rows: int, hidden: int, moe: MoeConfig) -> Call:
+def _moe(at: Inputs, rows: int, hidden: int, moe: MoeConfig) -> Prepared:
     count, inner = moe.num_experts, moe.intermediate_size
 
     def packed(out_features: int, in_features: int) -> Tensor:
@@ -280,12 +280,12 @@ def _moe(at: Inputs, rows: int, hidden: int, moe: MoeConfig) -> Call:
     return lambda: at.backend.moe(x, weights, moe)
 
 
-def _linear(at: Inputs, rows: int, hidden: int, width: int) -> Call:
+def _linear(at: Inputs, rows: int, hidden: int, width: int) -> Prepared:
     x, weight = at.normal(rows, hidden), at.normal(width, hidden)
     return lambda: at.backend.linear(x, weight)
 
 
-def _qkv_into_kv(at: Inputs, rows: int, heads: int, kv_heads: int, dim: int, page: int) -> Call:
+def _qkv_into_kv(at: Inputs, rows: int, heads: int, kv_heads: int, dim: int, page: int) -> Prepared:
     qk, v = at.normal(rows, heads + kv_heads, dim), at.normal(rows, kv_heads, dim)
     qkv, norms = torch.cat((at.ordered(qk), v), dim=1), (at.ordered(at.normal(dim)), at.ordered(at.normal(dim)))
     kv, slots = at.pages(rows, page, kv_heads, dim, ordered=True), at.scattered(rows, rows)
@@ -298,7 +298,7 @@ def _qkv_into_kv(at: Inputs, rows: int, heads: int, kv_heads: int, dim: int, pag
     return call
 
 
-def _context_into_kv(at: Inputs, rows: int, layers: int, kv_heads: int, dim: int, page: int) -> Call:
+def _context_into_kv(at: Inputs, rows: int, layers: int, kv_heads: int, dim: int, page: int) -> Prepared:
     k, v = at.normal(rows, layers, kv_heads, dim), at.normal(rows, layers, kv_heads, dim)
     context, norm = torch.stack((at.ordered(k), v), dim=2), at.ordered(at.normal(layers, dim))
     kv, slots = at.pages(rows * layers, page, kv_heads, dim, ordered=True), at.scattered(rows * layers, rows * layers)
@@ -311,12 +311,12 @@ def _context_into_kv(at: Inputs, rows: int, layers: int, kv_heads: int, dim: int
     return call
 
 
-def _embed_blocks(at: Inputs, batch: int, block: int, hidden: int) -> Call:
+def _embed_blocks(at: Inputs, batch: int, block: int, hidden: int) -> Prepared:
     anchors, embedding = at.integers(0, 63, batch), at.normal(64, hidden)
     return lambda: at.backend.embed_blocks(anchors, 63, block, embedding)
 
 
-def _positions(at: Inputs, batch: int, block: int, page: int) -> Call:
+def _positions(at: Inputs, batch: int, block: int, page: int) -> Prepared:
     query_lens = [1 + i % block for i in range(batch)]
     query_start_loc = at.int32([0, *accumulate(query_lens)])
     seq_ids = at.int32([i for i, rows in enumerate(query_lens) for _ in range(rows)])
@@ -325,7 +325,7 @@ def _positions(at: Inputs, batch: int, block: int, page: int) -> Call:
     return lambda: at.backend.positions_and_slots(seq_ids, offsets, rows, table, page)
 
 
-def _verify(at: Inputs, batch: int, block: int) -> Call:
+def _verify(at: Inputs, batch: int, block: int) -> Prepared:
     """Propose drafts of which about half are the target's own. Some choices are -1 (`NOT_FINITE`)."""
     num_drafts = at.integers(0, block, batch)
     counts = num_drafts.cpu() + 1
@@ -335,7 +335,7 @@ def _verify(at: Inputs, batch: int, block: int) -> Call:
     return lambda: at.backend.verify(choices, drafts, first, num_drafts, order)
 
 
-def _advance(at: Inputs, batch: int, block: int) -> Call:
+def _advance(at: Inputs, batch: int, block: int) -> Prepared:
     """Advance copies, so that a call may be repeated. Every third sequence was not in the previous step."""
     verified, prev_row = at.integers(-1, block, batch, block + 1).long(), at.scattered(batch, batch)
     verified[:, -1].clamp_(min=0)
@@ -351,7 +351,7 @@ def _advance(at: Inputs, batch: int, block: int) -> Call:
     return call
 
 
-def _commit_and_verify(at: Inputs, batch: int, width: int, k_heads: int, v_heads: int, dim: int) -> Call:
+def _commit_and_verify(at: Inputs, batch: int, width: int, k_heads: int, v_heads: int, dim: int) -> Prepared:
     """Commit some rows of a last step, and verify others. States go to other slots, so that a call may be repeated."""
     shape, block, each = GatedDeltaConfig((0,), 4, k_heads, v_heads, dim, dim), 16, torch.arange(batch)
     counts, accepted = 1 + 5 * each % width, (3 + each) % (block + 1)
@@ -389,7 +389,7 @@ def difference(
     past: float | None = None,
     dtype: torch.dtype | None = None,
     against: Operator | None = None,
-) -> tuple[float, float, Call]:
+) -> tuple[float, float, Prepared]:
     """Compare `operator` on `backend` with `against`, itself by default, on the CPU.
 
     Returns the largest difference, its share of the largest value, and the call. They are NaN if a result has one.

@@ -12,7 +12,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from app.check.operators import Attention, Call, Inputs, Lens, Paged, difference
+from app.check.operators import Attention, Inputs, Lens, Paged, Prepared, difference
 from app.engine.device.base import (
     AttentionMask,
     AttentionMetadata,
@@ -37,7 +37,7 @@ BATCH, PROMPT, ANSWER = 16, 3500, 1500
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class CostSizes:
     """Sizes of Qwen3-8B and its draft. `weights` layers take turns, so that no cache holds them."""
 
     hidden: int = 4096
@@ -66,30 +66,30 @@ class Layer:
     """Weights of a layer, and the rows that it computes. Its attention reads and writes the pages of `attend`."""
 
     at: Inputs
-    extent: Extent
+    sizes: CostSizes
     attend: Attention
     rotation: Rotation
     slots: Tensor
     weights: dict[str, Tensor]
 
     @classmethod
-    def made(cls, at: Inputs, extent: Extent, attend: Attention) -> "Layer":
-        rows, heads = len(attend.q), extent.heads + 2 * extent.kv_heads
+    def made(cls, at: Inputs, sizes: CostSizes, attend: Attention) -> "Layer":
+        rows, heads = len(attend.q), sizes.heads + 2 * sizes.kv_heads
         shapes = {
-            "qkv": (heads * extent.dim, extent.hidden),
-            "o": (extent.hidden, extent.heads * extent.dim),
-            "gate_up": (2 * extent.intermediate, extent.hidden),
-            "down": (extent.hidden, extent.intermediate),
-            "norm": (extent.hidden,),
-            "head_norm": (extent.dim,),
+            "qkv": (heads * sizes.dim, sizes.hidden),
+            "o": (sizes.hidden, sizes.heads * sizes.dim),
+            "gate_up": (2 * sizes.intermediate, sizes.hidden),
+            "down": (sizes.hidden, sizes.intermediate),
+            "norm": (sizes.hidden,),
+            "head_norm": (sizes.dim,),
         }
         weights = {name: _random(at.backend, *shape) for name, shape in shapes.items()}
         slots = at.scattered(rows, len(attend.kv.k) * PAGE)
-        return cls(at, extent, attend, at.rotation(rows, extent.dim), slots, weights)
+        return cls(at, sizes, attend, at.rotation(rows, sizes.dim), slots, weights)
 
-    def tasks(self) -> dict[str, tuple[Call, int]]:
+    def tasks(self) -> dict[str, tuple[Prepared, int]]:
         """Return each operator of the layer as a call, and how often the layer has it."""
-        backend, w, e = self.at.backend, self.weights, self.extent
+        backend, w, e = self.at.backend, self.weights, self.sizes
         rows = len(self.slots)
         x, inner = self.at.normal(rows, e.hidden), self.at.normal(rows, 2 * e.intermediate)
         gated = self.at.normal(rows, e.intermediate)
@@ -118,7 +118,7 @@ class Layer:
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         backend, w = self.at.backend, self.weights
         normed, residual = backend.add_rms_norm(x, residual, w["norm"], EPS)
-        qkv = backend.linear(normed, w["qkv"]).view(len(x), -1, self.extent.dim)
+        qkv = backend.linear(normed, w["qkv"]).view(len(x), -1, self.sizes.dim)
         norms = w["head_norm"], w["head_norm"]
         backend.qkv_into_kv(ProjectedRows(qkv, *norms, EPS, self.rotation, self.attend.kv, self.slots))
         attended = backend.linear(self.attend().flatten(1), w["o"])
@@ -128,82 +128,82 @@ class Layer:
 
 def parts(options: Options, ends: float) -> list[Part]:
     opened = cache(partial(make_backend, options.device))
-    return [Part(name, partial(answered, ask, opened, Extent())) for name, ask in QUESTIONS.items()]
+    return [Part(name, partial(answered, ask, opened, CostSizes())) for name, ask in QUESTIONS.items()]
 
 
 @torch.inference_mode()
-def answered(ask: Callable[[Backend, Extent], Result], opened: Callable[[], Backend], extent: Extent) -> Result:
+def answered(ask: Callable[[Backend, CostSizes], Result], opened: Callable[[], Backend], sizes: CostSizes) -> Result:
     """Return `{"found", ...}`. A RuntimeError of torch_npu or of the device means that the call is refused."""
     backend = opened()
     try:
-        return ask(backend, extent)
+        return ask(backend, sizes)
     except RuntimeError as error:
         return {"found": f"It is refused: {describe(error)['says']}.", "error": describe(error)}
 
 
 def graph_ms(
-    backend: Backend, run: Callable[[], object], extent: Extent, metas: Sequence[AttentionMetadata] = ()
+    backend: Backend, run: Callable[[], object], sizes: CostSizes, metas: Sequence[AttentionMetadata] = ()
 ) -> float:
     """Return milliseconds of one `run` on the device, from `calls` of them in a graph."""
 
     def calls() -> tuple[Tensor, ...]:
-        for _ in range(extent.calls):
+        for _ in range(sizes.calls):
             run()
         return ()
 
     graph = backend.capture(calls, list(metas))
-    return 1e3 * seconds_each(backend, graph.replay, 1, extent.repeats) / extent.calls
+    return 1e3 * seconds_each(backend, graph.replay, 1, sizes.repeats) / sizes.calls
 
 
 def inputs(backend: Backend) -> Inputs:
     return Inputs(backend, torch.bfloat16, torch.bfloat16)
 
 
-def norms(backend: Backend, extent: Extent) -> Result:
+def norms(backend: Backend, sizes: CostSizes) -> Result:
     """Time the norms of q and k as parts of the projection, and as tensors of their own that are copied first."""
     rows, at = BATCH * (1 + DRAFTS), inputs(backend)
-    qkv, weight = at.normal(rows, extent.heads + 2 * extent.kv_heads, extent.dim), at.normal(extent.dim)
-    q, k = qkv[:, : extent.heads], qkv[:, extent.heads : extent.heads + extent.kv_heads]
+    qkv, weight = at.normal(rows, sizes.heads + 2 * sizes.kv_heads, sizes.dim), at.normal(sizes.dim)
+    q, k = qkv[:, : sizes.heads], qkv[:, sizes.heads : sizes.heads + sizes.kv_heads]
     own = q.contiguous(), k.contiguous()
     ways: dict[str, Callable[[], object]] = {
         "strided": lambda: [backend.rms_norm(x, weight, EPS) for x in (q, k)],
         "contiguous": lambda: [backend.rms_norm(x, weight, EPS) for x in own],
         "copied first": lambda: [backend.rms_norm(x.contiguous(), weight, EPS) for x in (q, k)],
     }
-    ms = {name: graph_ms(backend, run, extent) for name, run in ways.items()}
+    ms = {name: graph_ms(backend, run, sizes) for name, run in ways.items()}
     hidden = ms["strided"] - ms["contiguous"]
     return {"found": f"Strided q and k cost {1e3 * hidden:.4g} us more a layer than contiguous ones.", "ms": ms}
 
 
-def mixed(backend: Backend, extent: Extent) -> Result:
+def mixed(backend: Backend, sizes: CostSizes) -> Result:
     """Time attention of a mixed step: one call over ragged rows, and one for blocks and one for a prompt with a cat."""
-    at, blocks, prompt = inputs(backend), [(1 + DRAFTS, extent.kv)] * BATCH, [(extent.chunk, extent.chunk)]
-    one, first, second = (extent.paged(lens)(at) for lens in ([*blocks, *prompt], blocks, prompt))
+    at, blocks, prompt = inputs(backend), [(1 + DRAFTS, sizes.kv)] * BATCH, [(sizes.chunk, sizes.chunk)]
+    one, first, second = (sizes.paged(lens)(at) for lens in ([*blocks, *prompt], blocks, prompt))
 
     def ms(run: Callable[[], object]) -> float:
-        return 1e3 * seconds_each(backend, run, extent.calls, extent.repeats)
+        return 1e3 * seconds_each(backend, run, sizes.calls, sizes.repeats)
 
     taken = {"one call": ms(one), "two calls": ms(lambda: torch.cat((first(), second())))}
     return {"found": f"One call takes {taken['one call']:.4g} ms, two {taken['two calls']:.4g} ms.", "ms": taken}
 
 
-def gap(backend: Backend, extent: Extent) -> Result:
+def gap(backend: Backend, sizes: CostSizes) -> Result:
     """Time tasks of one number in a graph, each waiting for the one before: little but what starting a task costs."""
     x = torch.zeros(1, device=backend.device)
-    us = 1e3 * graph_ms(backend, lambda: x.neg_(), extent)
+    us = 1e3 * graph_ms(backend, lambda: x.neg_(), sizes)
     return {"found": f"A task in a graph takes {us:.4g} us at least.", "us": us}
 
 
-def tasks(backend: Backend, extent: Extent) -> Result:
+def tasks(backend: Backend, sizes: CostSizes) -> Result:
     """Time each operator of a layer of the target in a graph, for 16 sequences of 9 rows."""
     at = inputs(backend)
-    layer = Layer.made(at, extent, extent.paged([(1 + DRAFTS, extent.kv)] * BATCH)(at))
-    return _timed(backend, extent, layer.tasks(), "The tasks of a layer take", [layer.attend.meta])
+    layer = Layer.made(at, sizes, sizes.paged([(1 + DRAFTS, sizes.kv)] * BATCH)(at))
+    return _timed(backend, sizes, layer.tasks(), "The tasks of a layer take", [layer.attend.meta])
 
 
-def around(backend: Backend, extent: Extent) -> Result:
+def around(backend: Backend, sizes: CostSizes) -> Result:
     """Time the work of a step that is no layer's in a graph, for 16 sequences of 9 rows."""
-    at, e, rows = inputs(backend), extent, BATCH * (1 + DRAFTS)
+    at, e, rows = inputs(backend), sizes, BATCH * (1 + DRAFTS)
     head, fc = _random(backend, e.vocab, e.hidden), _random(backend, e.hidden, e.taps * e.hidden)
     hidden, logits, norm = at.normal(rows, e.hidden), at.normal(rows, e.vocab), at.normal(e.hidden)
     features, tapped = [hidden] * e.taps, at.normal(rows, e.taps * e.hidden)
@@ -224,49 +224,49 @@ def around(backend: Backend, extent: Extent) -> Result:
         "context KV": (lambda: backend.context_into_kv(ContextRows(*context, EPS, rotation, pages, slots)), 1),
         "verify": (lambda: backend.verify(choices, drafts, first, lengths, each), 1),
     }
-    return _timed(backend, extent, calls, "The work around the layers takes")
+    return _timed(backend, sizes, calls, "The work around the layers takes")
 
 
 def _timed(
     backend: Backend,
-    extent: Extent,
+    sizes: CostSizes,
     calls: Mapping[str, tuple[Callable[[], object], int]],
     begin: str,
     metas: Sequence[AttentionMetadata] = (),
 ) -> Result:
     """Return the microseconds of each call in a graph, how often a step has it, and milliseconds of all."""
     cases: list[Result] = [
-        {"task": name, "times": count, "us": 1e3 * graph_ms(backend, call, extent, metas)}
+        {"task": name, "times": count, "us": 1e3 * graph_ms(backend, call, sizes, metas)}
         for name, (call, count) in calls.items()
     ]
     whole = sum(case["times"] * case["us"] for case in cases) / 1e3
     return {"found": f"{begin} {whole:.4g} ms one by one.", "ms": whole, "cases": cases}
 
 
-def widths(backend: Backend, extent: Extent) -> Result:
+def widths(backend: Backend, sizes: CostSizes) -> Result:
     """Time a layer at the widths that are captured, and so what `--verify auto` can save."""
     cases = []
-    for batch in extent.batches:
-        for width in extent.widths:
-            ms = extent.layers * layer_ms(backend, extent, [(width, extent.kv)] * batch, causal=True)
+    for batch in sizes.batches:
+        for width in sizes.widths:
+            ms = sizes.layers * layer_ms(backend, sizes, [(width, sizes.kv)] * batch, causal=True)
             cases.append({"sequences": batch, "width": width, "layers_ms": ms})
-    dear = [case["layers_ms"] for case in cases if case["sequences"] == extent.batches[-1]]
-    found = f"At {extent.batches[-1]} sequences {extent.layers} layers take {dear[0]:.4g} ms at width"
-    return {"found": f"{found} {extent.widths[0]}, and {dear[-1]:.4g} ms at {extent.widths[-1]}.", "cases": cases}
+    dear = [case["layers_ms"] for case in cases if case["sequences"] == sizes.batches[-1]]
+    found = f"At {sizes.batches[-1]} sequences {sizes.layers} layers take {dear[0]:.4g} ms at width"
+    return {"found": f"{found} {sizes.widths[0]}, and {dear[-1]:.4g} ms at {sizes.widths[-1]}.", "cases": cases}
 
 
-def nz_pages(backend: Backend, extent: Extent) -> Result:
+def nz_pages(backend: Backend, sizes: CostSizes) -> Result:
     """Attend to pages [pages, kv_heads, D / 16, page, 16], which one fused operator writes."""
 
-    def by_nz(at: Inputs) -> Call:
+    def by_nz(at: Inputs) -> Prepared:
         call = paged(at)
         turned = LayerKv(*(_as_nz(pool) for pool in (call.kv.k, call.kv.v)))
         return lambda: _attend_nz(call, turned)
 
-    paged = extent.paged([(1 + DRAFTS, extent.kv)] * BATCH)
+    paged = sizes.paged([(1 + DRAFTS, sizes.kv)] * BATCH)
     _, error, call = difference(backend, by_nz, past=FULL, dtype=torch.bfloat16, against=paged)
     ms = {
-        name: 1e3 * seconds_each(backend, run, extent.calls, extent.repeats)
+        name: 1e3 * seconds_each(backend, run, sizes.calls, sizes.repeats)
         for name, run in (("NZ", call), ("ND", paged(inputs(backend))))
     }
     found = f"NZ pages are taken, to {error:.4g} of the largest value: {ms['NZ']:.4g} ms, ours {ms['ND']:.4g} ms."
@@ -298,10 +298,10 @@ def _attend_nz(call: Attention, kv: LayerKv) -> Tensor:
     return o
 
 
-def band(backend: Backend, extent: Extent) -> Result:
+def band(backend: Backend, sizes: CostSizes) -> Result:
     """Attend under a window of 200 tokens, whose edge is where an error by one would show."""
     lens = [(9, 300), (1, 201), (16, 200), (3, 129)]
-    both = (extent.paged(lens, causal=causal, window=200) for causal in (True, False))
+    both = (sizes.paged(lens, causal=causal, window=200) for causal in (True, False))
     errors = [difference(backend, paged, past=FULL, dtype=torch.bfloat16)[1] for paged in both]
     return {
         "found": "Under a window of 200 the result is right to these shares of the largest value: causal rows "
@@ -310,36 +310,36 @@ def band(backend: Backend, extent: Extent) -> Result:
     }
 
 
-def layer_ms(backend: Backend, extent: Extent, lens: Lens, *, causal: bool) -> float:
+def layer_ms(backend: Backend, sizes: CostSizes, lens: Lens, *, causal: bool) -> float:
     """Return milliseconds of a layer in a graph, from layers with weights of their own."""
     at = inputs(backend)
-    attend = extent.paged(lens, causal=causal)(at)
-    layers = [Layer.made(at, extent, attend) for _ in range(extent.weights)]
-    x, residual = (at.normal(sum(q for q, _ in lens), extent.hidden) for _ in range(2))
+    attend = sizes.paged(lens, causal=causal)(at)
+    layers = [Layer.made(at, sizes, attend) for _ in range(sizes.weights)]
+    x, residual = (at.normal(sum(q for q, _ in lens), sizes.hidden) for _ in range(2))
 
     def run() -> None:
         rows = x, residual
         for layer in layers:
             rows = layer(*rows)
 
-    return graph_ms(backend, run, extent, [attend.meta]) / extent.weights
+    return graph_ms(backend, run, sizes, [attend.meta]) / sizes.weights
 
 
 def _random(backend: Backend, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device=backend.device).normal_(std=shape[-1] ** -0.5)
 
 
-def prediction(backend: Backend, extent: Extent) -> Result:
+def prediction(backend: Backend, sizes: CostSizes) -> Result:
     """Predict output tokens/s of 16 requests of 3,500 and 1,500 tokens from the layers' own times."""
-    blocks = [(1 + DRAFTS, extent.kv)] * BATCH
+    blocks = [(1 + DRAFTS, sizes.kv)] * BATCH
     ms = {
-        "target": extent.layers * layer_ms(backend, extent, blocks, causal=True),
-        "draft": extent.draft_layers * layer_ms(backend, extent, blocks, causal=False),
-        "around": around(backend, extent)["ms"],
+        "target": sizes.layers * layer_ms(backend, sizes, blocks, causal=True),
+        "draft": sizes.draft_layers * layer_ms(backend, sizes, blocks, causal=False),
+        "around": around(backend, sizes)["ms"],
     }
     step = sum(ms.values())
-    chunk = extent.layers * layer_ms(backend, extent, [(extent.chunk, extent.chunk)], causal=True)
-    prompts = BATCH * PROMPT / extent.chunk * chunk
+    chunk = sizes.layers * layer_ms(backend, sizes, [(sizes.chunk, sizes.chunk)], causal=True)
+    prompts = BATCH * PROMPT / sizes.chunk * chunk
     seconds = (ANSWER / ACCEPTANCE * step + prompts) / 1e3
     speed = BATCH * ANSWER / seconds
     published = " and ".join(f"{rate:,} ({mode})" for mode, rate in PUBLISHED.items())
@@ -351,7 +351,7 @@ def prediction(backend: Backend, extent: Extent) -> Result:
     return {"found": found, "tokens_per_second": speed, "step_ms": step, "chunk_ms": chunk, "ms": ms}
 
 
-QUESTIONS: dict[str, Callable[[Backend, Extent], Result]] = {
+QUESTIONS: dict[str, Callable[[Backend, CostSizes], Result]] = {
     "strided norms": norms,
     "mixed steps": mixed,
     "gap between tasks": gap,

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch_npu
 
-from app.check.operators import TOLERANCE, Attention, Call, Inputs, Lens, Operator, Paged, difference
+from app.check.operators import TOLERANCE, Attention, Inputs, Lens, Operator, Paged, Prepared, difference
 from app.engine.device.base import AttentionMask, Backend, LayerKv
 from app.engine.device.factory import make_backend
 from app.engine.npu import host_probes
@@ -45,7 +45,7 @@ DEFAULT_GRAPHS = 48
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class QuestionSizes:
     """Sizes: `calls` attention calls in a graph, for 36 layers of Qwen3-8B and 5 of its draft.
 
     Timing is over `requests` requests with `kv` tokens; `wide` are numbers of rows above 16.
@@ -71,11 +71,11 @@ class Extent:
         """Return the attention call that is timed."""
         return self.paged([(rows, self.kv)] * self.requests)(Inputs(backend, torch.bfloat16, torch.bfloat16, FULL))
 
-    def ms(self, call: Call, backend: Backend) -> float:
+    def ms(self, call: Prepared, backend: Backend) -> float:
         return 1e3 * seconds_each(backend, call, self.timed, self.repeats)
 
 
-Point = Callable[[Backend, Extent], Result]
+Point = Callable[[Backend, QuestionSizes], Result]
 POINTS: dict[str, tuple[str, Point]] = {}
 """Name -> the call that is tried, and its function."""
 
@@ -90,16 +90,16 @@ def point(name: str, tried: str) -> Callable[[Point], Point]:
 
 def parts(options: Options, ends: float) -> list[Part]:
     opened = cache(partial(make_backend, options.device))
-    return [Part(name, partial(answered, name, opened, Extent())) for name in POINTS]
+    return [Part(name, partial(answered, name, opened, QuestionSizes())) for name in POINTS]
 
 
 @torch.inference_mode()
-def answered(name: str, opened: Callable[[], Backend], extent: Extent) -> Result:
+def answered(name: str, opened: Callable[[], Backend], sizes: QuestionSizes) -> Result:
     """Return `{"tried", "found", ...}`. A RuntimeError of torch_npu or of the device means that the call is refused."""
     tried, ask = POINTS[name]
     backend = opened()
     try:
-        result = {"tried": tried} | ask(backend, extent)
+        result = {"tried": tried} | ask(backend, sizes)
         return result | {"passed": result.get("passed", True) or name not in RELIED_ON}
     except RuntimeError as error:
         described = describe(error)
@@ -109,7 +109,7 @@ def answered(name: str, opened: Callable[[], Backend], extent: Extent) -> Result
 
 
 @point("combination", "which versions work together here")
-def combination(backend: Backend, extent: Extent) -> Result:
+def combination(backend: Backend, sizes: QuestionSizes) -> Result:
     found = {
         "chip": chip_name(backend),
         "torch": importlib.metadata.version("torch"),
@@ -128,12 +128,12 @@ def write_pages(k_thd: torch.Tensor, v_thd: torch.Tensor, kv: LayerKv, slots: to
 
 
 @point("slots of -1", "npu_scatter_pa_kv_cache with slots of -1 among others")
-def negative_slots(backend: Backend, extent: Extent) -> Result:
+def negative_slots(backend: Backend, sizes: QuestionSizes) -> Result:
     """Write rows with slot -1 between rows with slots of their own."""
-    shape = (3, PAGE, extent.kv_heads, 128)
+    shape = (3, PAGE, sizes.kv_heads, 128)
     kv = LayerKv(*(torch.zeros(shape, dtype=torch.bfloat16, device=backend.device) for _ in range(2)))
     slots = torch.tensor([5, -1, 0, -1, 300, 131], dtype=torch.int32)
-    rows = torch.randn(len(slots), extent.kv_heads, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rows = torch.randn(len(slots), sizes.kv_heads, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     write_pages(rows.to(backend.device), rows.to(backend.device), kv, slots.to(backend.device))
     stray, lost = 0, 0
     for pool in (kv.k, kv.v):
@@ -149,17 +149,17 @@ def negative_slots(backend: Backend, extent: Extent) -> Result:
 
 
 @point("float16", "paged TND attention in float16, causal and bidirectional")
-def float16(backend: Backend, extent: Extent) -> Result:
-    both = extent.both([(16, 300), (1, 129), (16, 16)])
+def float16(backend: Backend, sizes: QuestionSizes) -> Result:
+    both = sizes.both([(16, 300), (1, 129), (16, 16)])
     return _judged("Float16 is taken, and", backend, both, torch.float16)
 
 
 @point("padding of few tokens", "causal attention with a padding request that has fewer KV tokens than rows")
-def short_padding(backend: Backend, extent: Extent) -> Result:
+def short_padding(backend: Backend, sizes: QuestionSizes) -> Result:
     """Attend with a causal padding request that has more rows than KV tokens, behind requests as they should be."""
-    paged = extent.paged([(16, 300), (3, 129), (8, 1)])
+    paged = sizes.paged([(16, 300), (3, 129), (8, 1)])
 
-    def others(at: Inputs) -> Call:
+    def others(at: Inputs) -> Prepared:
         call = paged(at)
         return lambda: call()[:19]
 
@@ -167,23 +167,23 @@ def short_padding(backend: Backend, extent: Extent) -> Result:
 
 
 @point("head size 256", "paged TND attention with D 256, causal and bidirectional, which hybrid targets need")
-def wide_heads(backend: Backend, extent: Extent) -> Result:
-    return _judged("D 256 is taken, and", backend, extent.both([(16, 300), (1, 129), (16, 16)], dim=256))
+def wide_heads(backend: Backend, sizes: QuestionSizes) -> Result:
+    return _judged("D 256 is taken, and", backend, sizes.both([(16, 300), (1, 129), (16, 16)], dim=256))
 
 
 @point("partly filled pages", "bidirectional attention (mode 0) where last pages are partly filled")
-def partial_pages(backend: Backend, extent: Extent) -> Result:
+def partial_pages(backend: Backend, sizes: QuestionSizes) -> Result:
     """Attend over last pages that are filled in part. Nothing past the last token may show."""
-    paged = extent.paged([(16, kv) for kv in (16, 17, 127, 128, 129, 200, 255, 257, 300)], causal=False)
+    paged = sizes.paged([(16, kv) for kv in (16, 17, 127, 128, 129, 200, 255, 257, 300)], causal=False)
     return _judged("Over last pages that are partly filled", backend, [paged])
 
 
 @point("more than 16 rows", "requests of more than 16 query rows with D 128, both attentions")
-def wide_blocks(backend: Backend, extent: Extent) -> Result:
+def wide_blocks(backend: Backend, sizes: QuestionSizes) -> Result:
     """Attend with more rows of a request than DFlash blocks may have here, and time it."""
-    wide = [paged for rows in (16, *extent.wide) for paged in extent.both([(rows, 257), (rows, 64)])]
+    wide = [paged for rows in (16, *sizes.wide) for paged in sizes.both([(rows, 257), (rows, 64)])]
     right = _judged("More than 16 rows are taken, and", backend, wide)
-    ms = {str(rows): extent.ms(extent.load(backend, rows), backend) for rows in (16, *extent.wide)}
+    ms = {str(rows): sizes.ms(sizes.load(backend, rows), backend) for rows in (16, *sizes.wide)}
     times = ", ".join(f"{rows} rows {taken:.4g} ms" for rows, taken in ms.items())
     return right | {"found": f"{right['found']} A call takes: {times}.", "ms": ms}
 
@@ -212,17 +212,17 @@ def attention_of_heads(call: Attention, kv: LayerKv) -> torch.Tensor:
 @point(
     "order of heads", "K and V as [pages, kv_heads, page, D] (BnNBsD) instead of [pages, page, kv_heads x D] (BnBsH)"
 )
-def order_of_heads(backend: Backend, extent: Extent) -> Result:
+def order_of_heads(backend: Backend, sizes: QuestionSizes) -> Result:
     """Attend to K and V as [pages, kv_heads, page_size, D]; the server has [pages, page_size, kv_heads x D]."""
-    paged = extent.paged([(16, extent.kv)] * extent.requests)
+    paged = sizes.paged([(16, sizes.kv)] * sizes.requests)
 
-    def by_heads(at: Inputs) -> Call:
+    def by_heads(at: Inputs) -> Prepared:
         call = paged(at)
         turned = LayerKv(*(pool.transpose(1, 2).contiguous() for pool in (call.kv.k, call.kv.v)))
         return lambda: attention_of_heads(call, turned)
 
     _, error, call = difference(backend, by_heads, past=FULL, dtype=torch.bfloat16, against=paged)
-    ours, other = extent.ms(extent.load(backend), backend), extent.ms(call, backend)
+    ours, other = sizes.ms(sizes.load(backend), backend), sizes.ms(call, backend)
     right = _right("The order by heads is taken, and", [error])
     return right | {
         "found": f"{right['found']} It takes {other:.4g} ms, ours {ours:.4g} ms.",
@@ -237,50 +237,50 @@ def planned(call: Attention) -> "AttentionPlan":
 
 
 @point("updates of a graph", "how long new lengths for the attention calls of a graph take")
-def updates(backend: Backend, extent: Extent) -> Result:
+def updates(backend: Backend, sizes: QuestionSizes) -> Result:
     """Replay a graph of one attention call for each layer, and nothing else, with new lengths."""
-    call = extent.load(backend)
+    call = sizes.load(backend)
     plan = planned(call)
     call()
     graph = torch_npu.npu.NPUGraph()
     with torch_npu.npu.graph(graph, auto_dispatch_capture=True):
-        for _ in range(extent.calls):
+        for _ in range(sizes.calls):
             call()
     lengths = {"actual_seq_lengths": plan.q_ends, "actual_seq_lengths_kv": plan.host_seq_lens}
     taken = []
-    for _ in range(extent.repeats):
+    for _ in range(sizes.repeats):
         started = time.perf_counter()
         graph.replay()
         launched = time.perf_counter()
-        graph.update([lengths] * extent.calls)
+        graph.update([lengths] * sizes.calls)
         updated = time.perf_counter()
         torch_npu.npu.synchronize()
         taken.append((updated - launched, time.perf_counter() - started))
     update, done = (1e3 * median(seconds) for seconds in zip(*taken, strict=True))
-    each = 1e3 * update / extent.calls
+    each = 1e3 * update / sizes.calls
     found = (
-        f"{extent.calls} updates take the host {update:.4g} ms, {each:.4g} us each; the replay with them {done:.4g} ms."
+        f"{sizes.calls} updates take the host {update:.4g} ms, {each:.4g} us each; the replay with them {done:.4g} ms."
     )
     return {"found": found, "update_ms": update, "each_us": each, "done_ms": done}
 
 
 @point("captures", "how many graphs of the demo pair can be captured")
-def captures(backend: Backend, extent: Extent) -> Result:
+def captures(backend: Backend, sizes: QuestionSizes) -> Result:
     """Capture graphs of the demo pair: three widths of target and two of draft for each number of sequences."""
-    seqs = max(1, extent.graphs // 5)
+    seqs = max(1, sizes.graphs // 5)
     counts = range(1, seqs + 1)
     core = demo_engine(
         str(backend.device), "bfloat16", enforce_eager=True, max_num_seqs=seqs, max_num_batched_tokens=16 * seqs + 1
     )
     targets = [(n, n * width + 1) for n in counts for width in (1, 8, 16)]
-    sizes = GraphSizes(targets, [(n, width) for n in counts for width in (8, 16)], block_size=16, spare=1)
+    graph_sizes = GraphSizes(targets, [(n, width) for n in counts for width in (8, 16)], block_size=16, spare=1)
     captured: list[int] = []
     end: Result = {}
     try:
         StepGraphs(
             core.runner.forward,
             core.runner.layout,
-            sizes,
+            graph_sizes,
             pages=5,
             on_graph=lambda done, total: captured.append(done),
         )

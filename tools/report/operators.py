@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from app.check import operators
-from app.check.operators import Call, Case, Extent, Inputs, Lens
+from app.check.operators import Case, Extent, Inputs, Lens, Prepared
 from app.engine.device.base import Backend
 from app.engine.device.factory import make_backend
 from app.engine.sampling.sampler import Sampler
@@ -70,38 +70,38 @@ CUDA = Extent(
 EXTENTS = {"npu": NPU, "cuda": CUDA}
 
 
-def _noise_bits(at: Inputs, rows: int, vocab: int) -> Call:
+def _noise_bits(at: Inputs, rows: int, vocab: int) -> Prepared:
     sampler, states = Sampler(vocab, at.backend), at.integers(-(1 << 31), 1 << 31, rows)
     return lambda: sampler.noise_bits(states)
 
 
-def _gumbel(at: Inputs, rows: int, vocab: int) -> Call:
+def _gumbel(at: Inputs, rows: int, vocab: int) -> Prepared:
     sampler, states = Sampler(vocab, at.backend), at.integers(-(1 << 31), 1 << 31, rows)
     return lambda: sampler.gumbel(states)
 
 
-def _argmax(at: Inputs, rows: int, vocab: int) -> Call:
+def _argmax(at: Inputs, rows: int, vocab: int) -> Prepared:
     """Draw from a few distinct values, so that the largest occurs many times; the lowest id must win."""
     logits = at.put(at.integers(0, 8, rows, vocab).float())
     return lambda: logits.argmax(dim=-1)
 
 
-def _first_wrong(at: Inputs) -> Call:
+def _first_wrong(at: Inputs) -> Prepared:
     agree, column = at.integers(0, 8, 16, 15) > 0, torch.arange(15, device=at.backend.device)
     return lambda: torch.where(agree, 15, column).amin(dim=1, keepdim=True)
 
 
-def _take(at: Inputs) -> Call:
+def _take(at: Inputs) -> Prepared:
     table, rows, columns = at.integers(0, 999, 16, 8), at.integers(0, 16, 64), at.integers(0, 8, 64)
     return lambda: (table[rows], table[rows, columns])
 
 
-def _put(at: Inputs) -> Call:
+def _put(at: Inputs) -> Prepared:
     table, place, values = at.integers(0, 999, 64), at.scattered(16, 64), at.integers(0, 999, 16)
     return lambda: table.index_put_((place,), values)
 
 
-def _embedding(at: Inputs) -> Call:
+def _embedding(at: Inputs) -> Prepared:
     ids, table = at.integers(0, 999, 16), at.normal(999, 64)
     return lambda: F.embedding(ids, table)
 

@@ -59,7 +59,7 @@ def chip_of(backend: Backend) -> Chip | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class RooflineSizes:
     """Sizes: `copied` bytes, and `rows` times the matrices of one layer of Qwen3-8B.
 
     A product has `weights` different matrices in turn, so that no cache holds them (o has 34 MB).
@@ -78,8 +78,8 @@ def parts(options: Options, ends: float) -> list[Part]:
     opened = cache(partial(make_backend, options.device))
     return [
         Part("figures", lambda: assumed(opened())),
-        Part("copy", lambda: copy(opened(), chip_of(opened()), Extent())),
-        Part("matmul", lambda: matmul(opened(), chip_of(opened()), Extent())),
+        Part("copy", lambda: copy(opened(), chip_of(opened()), RooflineSizes())),
+        Part("matmul", lambda: matmul(opened(), chip_of(opened()), RooflineSizes())),
     ]
 
 
@@ -91,31 +91,31 @@ def assumed(backend: Backend) -> Result:
 
 
 @torch.inference_mode()
-def copy(backend: Backend, chip: Chip | None, extent: Extent, timed: Timer = timer) -> Result:
+def copy(backend: Backend, chip: Chip | None, sizes: RooflineSizes, timed: Timer = timer) -> Result:
     """Count bytes read and written by a copy within the device's memory, and those that a sum reads.
 
     Weights are only read, which may be quicker than a copy.
     """
-    source = torch.zeros(extent.copied // 2, dtype=torch.bfloat16, device=backend.device)
+    source = torch.zeros(sizes.copied // 2, dtype=torch.bfloat16, device=backend.device)
     target = torch.empty_like(source)
-    rate = 2 * extent.copied / timed(backend)(lambda: target.copy_(source))
+    rate = 2 * sizes.copied / timed(backend)(lambda: target.copy_(source))
     share = rate / chip.bandwidth if chip else None
-    read = extent.copied / timed(backend)(lambda: source.sum(dtype=torch.float32))
+    read = sizes.copied / timed(backend)(lambda: source.sum(dtype=torch.float32))
     found = f"{rate / 1e9:.4g} GB/s, and {read / 1e9:.4g} GB/s of reading alone"
-    return {"GB_s": rate / 1e9, "read_GB_s": read / 1e9, "share": share, "bytes": extent.copied, "found": found}
+    return {"GB_s": rate / 1e9, "read_GB_s": read / 1e9, "share": share, "bytes": sizes.copied, "found": found}
 
 
 @torch.inference_mode()
-def matmul(backend: Backend, chip: Chip | None, extent: Extent, timed: Timer = timer) -> Result:
+def matmul(backend: Backend, chip: Chip | None, sizes: RooflineSizes, timed: Timer = timer) -> Result:
     """Time the four products of a layer alone. All layers take their sum, for each number of rows."""
-    hidden, inner, seconds = extent.hidden, extent.intermediate, timed(backend)
+    hidden, inner, seconds = sizes.hidden, sizes.intermediate, timed(backend)
     shapes = {
-        "qkv": (extent.qkv, hidden),
+        "qkv": (sizes.qkv, hidden),
         "o": (hidden, hidden),
         "gate_up": (2 * inner, hidden),
         "down": (hidden, inner),
     }
-    weights = {name: [_random(backend, *shape) for _ in range(extent.weights)] for name, shape in shapes.items()}
+    weights = {name: [_random(backend, *shape) for _ in range(sizes.weights)] for name, shape in shapes.items()}
     cases: list[Result] = []
 
     def add(matrix: str, rows: int, elements: int, taken: float) -> None:
@@ -125,18 +125,18 @@ def matmul(backend: Backend, chip: Chip | None, extent: Extent, timed: Timer = t
         case |= {"weights_GB_s": read / taken / 1e9, "floor_ms": floor and 1e3 * floor}
         cases.append(case | {"share": floor and floor / taken})
 
-    for rows in extent.rows:
+    for rows in sizes.rows:
         elements, taken = 0, 0.0
         for name, shape in shapes.items():
             x = _random(backend, rows, shape[1])
-            each = seconds(partial(_products, backend, x, weights[name])) / extent.weights
+            each = seconds(partial(_products, backend, x, weights[name])) / sizes.weights
             add(name, rows, shape[0] * shape[1], each)
             elements, taken = elements + shape[0] * shape[1], taken + each
-        add(f"{extent.layers} layers", rows, extent.layers * elements, extent.layers * taken)
+        add(f"{sizes.layers} layers", rows, sizes.layers * elements, sizes.layers * taken)
     vector, best = cases[len(shapes)], max(case["TFLOP_s"] for case in cases)
     share = f", {vector['share']:.4g} of the roofline" if vector["share"] else ""
     found = f"one row of all layers {vector['ms']:.4g} ms{share}; at best {best:.4g} TFLOP/s"
-    return {"weight_bytes": NUMBER_BYTES * extent.layers * elements, "cases": cases, "found": found}
+    return {"weight_bytes": NUMBER_BYTES * sizes.layers * elements, "cases": cases, "found": found}
 
 
 def _products(backend: Backend, x: Tensor, weights: Sequence[Tensor]) -> None:

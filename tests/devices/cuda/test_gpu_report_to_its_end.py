@@ -164,7 +164,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
         (cuda_attention, "TILES", cuda_attention.TILES[:1]),
         (cuda_attention, "PROMPTS", [[(17, 20)]]),
         (cuda_attention, "WARM_UP", [(18, 18)]),
-        (roofline, "Extent", lambda: roofline_sizes),
+        (roofline, "RooflineSizes", lambda: roofline_sizes),
         (gemms, "ROWS", (1, 2)),
         (gemms, "ROTATED", 1.0),
         (random_weights, "BLOCK_SIZE", 4),
@@ -198,7 +198,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     return str(model)
 
 
-roofline_sizes = roofline.Extent(copied=64, hidden=4, intermediate=4, qkv=4, weights=1, rows=(1, 2), layers=1)
+roofline_sizes = roofline.RooflineSizes(copied=64, hidden=4, intermediate=4, qkv=4, weights=1, rows=(1, 2), layers=1)
 
 
 FIGURES: dict[str, tuple[str, str]] = {

@@ -43,8 +43,10 @@ SMALL = Extent(
     num_rows=(1, 20),
     batches=(16,),
 )
-FEW = npu_questions.Extent(heads=4, kv_heads=2, requests=2, kv=200, wide=(17,), calls=3, timed=1, repeats=2, graphs=4)
-TINY = roofline.Extent(copied=1 << 14, hidden=64, intermediate=96, qkv=80, weights=2, rows=(1, 16), layers=2)
+FEW = npu_questions.QuestionSizes(
+    heads=4, kv_heads=2, requests=2, kv=200, wide=(17,), calls=3, timed=1, repeats=2, graphs=4
+)
+TINY = roofline.RooflineSizes(copied=1 << 14, hidden=64, intermediate=96, qkv=80, weights=2, rows=(1, 16), layers=2)
 UNKNOWN = ["N6", "N7", "N9", "N11", "N12", "N16"]
 """Rules that the open points break on purpose."""
 
@@ -352,7 +354,7 @@ def test_a_chip_that_is_not_known_has_no_shares(backend: NpuBackend, monkeypatch
 # ---- costs ------------------------------------------------------------------------------------------------------
 
 
-LITTLE = npu_costs.Extent(
+LITTLE = npu_costs.CostSizes(
     hidden=64, intermediate=96, heads=4, kv_heads=2, vocab=300, layers=2, draft_layers=1, taps=2, weights=1, kv=150,
     chunk=40, batches=(1, 2), widths=(4, 8), calls=1, repeats=1,
 )  # fmt: skip
