@@ -127,7 +127,7 @@ def memory(opened: "Backend") -> Finding:
 
 
 def all_reduce(opened: "Backend", device: str, ranks: int) -> Finding:
-    """Let `ranks` processes add up, each on a device of its own."""
+    """Let `ranks` processes add up, each on its own device."""
     from app.check.collectives import measured
 
     opened.check_ranks(ranks)

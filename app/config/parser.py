@@ -1,4 +1,4 @@
-"""The argument parser of every command. It needs no pydantic, because `report` runs without it too."""
+"""The argument parser of every command. It needs no pydantic, because `tools.report` runs without it too."""
 
 import argparse
 from typing import Any, NoReturn

@@ -37,7 +37,7 @@ class Faults:
         self._was_logged = False
 
     def drop(self, seq: Sequence, error: Exception) -> TokenDelta:
-        """End a sequence that alone raises `error`, and return its last delta."""
+        """End a sequence that raises `error` by itself, and return its last delta."""
         scheduler, request_id = self._scheduler, seq.request.request_id
         self.error = error
         self._num_in_row += 1
@@ -96,7 +96,7 @@ class Faults:
     def isolate(
         self, batch: Batch, error: Exception, runner: ModelRunner, launch: Callable[[Batch], PendingStep]
     ) -> list[TokenDelta]:
-        """Run a failed batch again in halves, which may fail in turn, and drop a sequence that fails alone."""
+        """Run a failed batch again in halves, which may fail in turn, and drop a sequence that fails by itself."""
         self._rollback(error, runner)
         decodes, prefills = _live(batch.decodes), _live(batch.prefills)
         if len(decodes) + len(prefills) < 2:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from app.messages import Request
 
 NOT_FINITE = -1
-"""Stands for a token whose logits are not finite."""
+"""In the place of a token whose logits are not finite."""
 
 
 @dataclass(slots=True, eq=False)

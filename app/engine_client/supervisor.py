@@ -133,7 +133,7 @@ class Supervisor:
             fatal = await self._run_engine()
             if self.state.phase == "draining":
                 return
-            if self._must_give_up(fatal):
+            if self._count_death(fatal):
                 if not fatal.user_error:  # the server prints the reason of a refusal as its last line
                     logger.error("giving up: %s", fatal.reason)
                 self._set_state(EngineState("dead", reason=fatal.reason))
@@ -215,11 +215,11 @@ class Supervisor:
             num_silent = num_silent + 1 if self._num_outputs == num_before else 0
         hang.reschedule(0.0)
 
-    def _must_give_up(self, fatal: Fatal) -> bool:
-        """Return True after a user error, or three starts in a row that were never ready, or three deaths in a minute.
+    def _count_death(self, fatal: Fatal) -> bool:
+        """Count a death. Return True if it is the last: a user error, or the third start in a row that was never ready.
 
-        Also after three deaths in a row, each within a minute of the engine's first request. A hang counts from its
-        beginning.
+        Also the third death within a minute, or the third in a row within a minute of the engine's first request. A
+        hang counts from its beginning.
         """
         now = time.monotonic()
         self._deaths.append(now)

@@ -22,7 +22,7 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 
 
 class PromptTooLong(ValueError):
-    """A text whose length already shows that it has too many tokens, `at_least` so many."""
+    """A text whose length already shows that it has too many tokens, `at_least` that many."""
 
     def __init__(self, at_least: int) -> None:
         super().__init__(f"the text has at least {at_least} tokens")

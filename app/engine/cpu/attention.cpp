@@ -4,7 +4,7 @@
 // KV head share one reading. The numbers of a piece of K are turned, so that lanes are tokens and no sum is across them.
 //
 // A row's tokens are walked in pieces and chunks of fixed places, and every sum is made in fp32 in one order. Tokens
-// that a row does not see add zeros. So a row's result depends on its own sequence alone: not on the rows beside it, on
+// that a row does not see add zeros. So a row's result depends only on its own sequence: not on other rows, on
 // the threads or on the pages.
 
 #include <cmath>
@@ -143,7 +143,7 @@ struct Attention {
     }
   }
 
-  // Return the shares of a score beside a larger one.
+  // Return the shares of a score compared with a larger one.
   Lanes share(Lanes score, float most) const { return exp2((score - most) * exponent); }
 
   // Add what a chunk found. A chunk without tokens of a row changes none of its numbers.

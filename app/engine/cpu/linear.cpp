@@ -1,7 +1,7 @@
 // The operator dflash_server::linear: x @ weight.T + bias for few rows x [T, in] and a weight [out, in] in row order,
 // in float32 or bfloat16. A product of few rows waits for the weight's memory, so each number is read once.
 //
-// Every sum over `in` is made in fp32 lanes in one order, whatever the rows and threads beside it. So a row's result
+// Every sum over `in` is made in fp32 lanes in one order, whatever the other rows and threads. So a row's result
 // does not depend on the batch. Products of more than `most_rows` rows go to PyTorch.
 //
 // Rows of x are packed in the order in which tiles read them. A tile has ROWS rows and OUTS outputs, whose sums stay in
@@ -143,7 +143,7 @@ struct Product {
     }
   }
 
-  // Add steps from k on of `count` rows of x from `start` on to a tile's sums. Behind the last they go to y.
+  // Add steps from k on of `count` rows of x from `start` on to a tile's sums. After the last they go to y.
   template <int O>
   void add(int64_t at, int64_t tile, int64_t start, int64_t count, int64_t k, const Number* from, int64_t stride,
            int64_t length, const Number* next) const {
@@ -185,9 +185,9 @@ struct Product {
           else if (tile + 1 < tiles) then = from + O * in;
           if (length > 0) add<O>(own, tile, start, count, k, from, stride, length, then);
           if (!is_last || whole == steps) continue;
-          const int64_t behind = whole * Kind::STEP;
+          const int64_t after = whole * Kind::STEP;
           Number rest[O][Kind::STEP] = {};
-          for (int o = 0; o < O; o++) std::memcpy(rest[o], weight + (own + o) * in + behind, (in - behind) * sizeof(Number));
+          for (int o = 0; o < O; o++) std::memcpy(rest[o], weight + (own + o) * in + after, (in - after) * sizeof(Number));
           add<O>(own, tile, start, count, whole, rest[0], WIDTH, 1, nullptr);
         }
     }

@@ -1,5 +1,5 @@
 // The operator dflash_server::rotate_into: RMSNorm and RoPE of the heads of q and k, and K and V into their slots, in
-// float32 or bfloat16. A number is read once and rounded once. A row's result depends on that row alone. No two rows of
+// float32 or bfloat16. A number is read once and rounded once. A row's result depends only on that row. No two rows of
 // a call may have one slot, because threads would write it at once.
 
 #include <cmath>
@@ -66,7 +66,7 @@ struct Rotation {
     }
   }
 
-  // Return the sum of squares. Lanes behind the last number are zeros.
+  // Return the sum of squares. Lanes after the last number are zeros.
   float square(const Lanes* numbers) const {
     Lanes sum = {};
     for (int64_t i = 0; i < size; i++) sum = multiply_add(numbers[i], numbers[i], sum);
@@ -84,7 +84,7 @@ struct Rotation {
   }
 };
 
-// The numbers of a norm in fp32, in which some models have it beside bfloat16.
+// The numbers of a norm in fp32, which some models have next to weights in bfloat16.
 struct Norm {
   std::vector<float> copy;
   const float* numbers = nullptr;

@@ -106,7 +106,7 @@ UNROLLED inline void each(const One& one) {
   }
 }
 
-// Threads that sleep between calls. The caller works too, and waits for no thread that has not begun: beside a busy
+// Threads that sleep between calls. The caller works too, and waits for no thread that has not begun: next to a busy
 // process a thread may wait milliseconds for its core, and a barrier would wait with it.
 class Helpers {
  public:
@@ -157,7 +157,7 @@ inline Helpers& helpers() {
   return *kept;
 }
 
-// Call one(0) to one(count - 1) on so many threads. A thread that another process slows down takes fewer of them.
+// Call one(0) to one(count - 1) on that many threads. A thread that another process slows down takes fewer of them.
 inline void share_out(int64_t count, int64_t threads, const std::function<void(int64_t)>& one) {
   std::atomic<int64_t> next = 0;
   auto work = [&] {

@@ -203,7 +203,7 @@ def _runner(
             graphs = StepGraphs(forward, layout, plan.graph_sizes, pages=pages, on_graph=on_graph, comm=comm)
     except torch.OutOfMemoryError as error:
         raise UnsupportedError(
-            "graphs do not fit beside weights and KV: give a smaller --kv-cache-memory or --memory-utilization, "
+            "graphs do not fit next to weights and KV: give a smaller --kv-cache-memory or --memory-utilization, "
             f"fewer --max-graphs, or --enforce-eager ({error})"
         ) from None
     return ModelRunner(forward, backend, counts, layout, pools, graphs, tell)

@@ -43,7 +43,7 @@ def step_memory(runner_over: Callable[[int], ModelRunner], backend: Backend, siz
     except torch.OutOfMemoryError as error:
         raise UnsupportedError(
             f"a step of --max-num-batched-tokens {sizes.max_num_batched_tokens} and --max-num-seqs "
-            f"{sizes.max_num_seqs} does not fit beside the weights: give a smaller number ({error})"
+            f"{sizes.max_num_seqs} does not fit in addition to the weights: give a smaller number ({error})"
         ) from None
 
 

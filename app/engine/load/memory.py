@@ -85,7 +85,7 @@ def checkpoints_in(config: EngineConfig, sizes: Sizes, size: int, free: int, bac
     if wanted > free:
         raise UnsupportedError(
             f"--state-cache-memory {wanted >> 20}MiB does not fit: {max(0, free) >> 20} MiB are free on "
-            f"{backend.device} beside the states of --max-num-seqs {sizes.max_num_seqs}"
+            f"{backend.device} in addition to the states of --max-num-seqs {sizes.max_num_seqs}"
         )
     return wanted // size
 
@@ -108,7 +108,7 @@ def kv_bytes(plan: Plan, backend: Backend, states: StatePool | None, step: int) 
         rest = int(total * plan.config.memory_utilization) - (total - free) - step
         return min(CPU_KV_BYTES, free // 2) if backend.memory_is_host else rest
     if wanted + step > free:
-        rows = f" beside {step >> 20} MiB for a step of {plan.sizes.max_num_batched_tokens} rows" if step else ""
+        rows = f" next to {step >> 20} MiB for a step of {plan.sizes.max_num_batched_tokens} rows" if step else ""
         raise UnsupportedError(
             f"--kv-cache-memory {wanted >> 20}MiB does not fit: {free >> 20} MiB are free on "
             f"{backend.device}; give at most {max(0, free - step) >> 20}MiB{rows}"

@@ -148,7 +148,7 @@ def _graph_sizes(config: EngineConfig, sizes: Sizes, backend: Backend) -> GraphS
         return None
     max_graphs, limit = config.max_graphs, backend.max_graphs(config.tensor_parallel_size)
     if limit is not None and limit < max_graphs:
-        logger.warning("--max-graphs %d: this device has streams for %d, so as many are captured", max_graphs, limit)
+        logger.warning("--max-graphs %d: this device has streams for %d, so that many are captured", max_graphs, limit)
         max_graphs = limit
     return settle_graph_sizes(
         sizes.max_num_seqs,

@@ -1,7 +1,4 @@
-"""Backend on Ascend NPUs, with torch_npu's fused operators. docs/npu-contract.md has the rules.
-
-Checked against torch_npu's schemas, meta kernels and host checks on CPU; not run on an Ascend device.
-"""
+"""Backend on Ascend NPUs, with torch_npu's fused operators. docs/npu-contract.md has the rules."""
 
 import logging
 import os

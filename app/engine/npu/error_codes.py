@@ -2,7 +2,7 @@
 
 Names of codes are from `rt_error_codes.h` and `NPUErrorCodes.h` in torch_npu's wheel, and from CANN's table of aclnn
 return codes. 1xxxxx is the calling program, 2xxxxx resources, 5xxxxx the inside of CANN, the driver or the device.
-Causes are from docs/npu-contract.md and from reports about other servers. Not run on an Ascend device.
+Causes are from docs/npu-contract.md and from reports about other servers.
 """
 
 import re
@@ -74,7 +74,7 @@ MEANINGS = {
     507054: f"the device's HBM has an error that ECC cannot mend: {_DEVICE}",
     507899: f"the driver failed: {_DEVICE}",
     507901: f"host and device lost their connection: {_DEVICE}",
-    507903: f"a graph capture was broken off by an earlier error, which stands above in the log: {_STREAMS}",
+    507903: f"a graph capture was broken off by an earlier error, which is further up in the log: {_STREAMS}",
     561002: "an operator's tiling on the host refused shapes, lengths or parameters; `python -m tools.npu_contract` "
     "names the rule of docs/npu-contract.md that was broken",
     561003: "CANN has no kernel for this operator here: install the ops package of this chip, of the toolkit's version",
@@ -84,7 +84,7 @@ MEANINGS = {
 
 FAMILIES = {
     507: "the device or its memory failed; the engine process is restarted",
-    561: "CANN could not prepare an operator; its own words stand in the log",
+    561: "CANN could not prepare an operator; its own message is in the log",
 }
 """First three digits of a code that MEANINGS lacks -> meaning."""
 

@@ -1,7 +1,4 @@
-"""Graph on an NPU. Attention takes its lengths from the host, so each replay updates them, call by call.
-
-Checked against torch_npu's schemas, meta kernels and host checks on CPU; not run on an Ascend device.
-"""
+"""Graph on an NPU. Attention takes its lengths from the host, so each replay updates them, call by call."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -10,7 +10,7 @@ from app.engine.sampling.sampler import Sampler, greedy
 
 
 class ShardedSampler(Sampler):
-    """Choices that are equal on all ranks, because each is made from gathered bits, or by rank 0 alone.
+    """Choices that are equal on all ranks, because each is made from gathered bits, or by rank 0 only.
 
     The lm_head of a rank is [V / size, H]. The ranks gather the best of their own logits as pairs (value, id) in fp32,
     where ids below 2^24 are exact. Ids ascend with ranks, so ties go to the lowest one.

@@ -163,7 +163,7 @@ class StepGraphs:
             graph.replay()
             graphs[size] = graph, tensors
         elif graphs:
-            logger.warning("%s: without a graph of its own, such a step is padded to a larger one", what)
+            logger.warning("%s: without its own graph, such a step is padded to a larger one", what)
         else:
             raise UnsupportedError(
                 f"{what}: this graph, which all ranks need, cannot be captured on all of them; the log of each says "

@@ -112,7 +112,7 @@ def _fits(source: str) -> bool:
 def for_template(messages: list[Json], tools: list[Json] | None) -> tuple[list[Json], list[Json] | None]:
     """Return messages and tools as Llama 3's chat template reads them, which writes no text of a message with calls.
 
-    The text is then a message of its own before the calls.
+    The text is then a separate message before the calls.
     """
     read: list[Json] = []
     for message in messages:
