@@ -56,12 +56,16 @@ def test_the_map_has_every_file_of_app_and_no_other() -> None:
             places = ["/".join([*below.values(), name]) for name in match[2].replace("/", "").split()]
             below[indent] = match[2].split("/")[0]
             rooms |= set(places)
-        for name in re.findall(r"[\w]+\.py\b", line):
+        for name in re.findall(r"\w+\.(?:py|cpp|h)\b", line):
             assert any((ROOT / place / name).is_file() for place in places), f"{places[0]}/{name}"
             listed |= {f"{place}/{name}" for place in places}
     for room in rooms:
         assert (ROOT / room).is_dir(), room
-    files = {path.relative_to(ROOT).as_posix() for path in APP.rglob("*.py") if not path.name.startswith("__")}
+    files = {
+        path.relative_to(ROOT).as_posix()
+        for path in APP.rglob("*")
+        if path.suffix in (".py", ".cpp", ".h") and not path.name.startswith("__")
+    }
     assert sorted(files - listed) == []
 
 
