@@ -12,9 +12,6 @@ from app.engine.checkpoint.shapes import GatedDeltaConfig
 Zeros = Callable[..., Tensor]
 """`Backend.zeros`."""
 
-SCRATCH_SLOT = 0
-"""Slot of padding sequences. It always begins as zeros, so it stays finite."""
-
 
 class State(NamedTuple):
     """State of S sequences in one layer: `matrix` [S, Nv, Dk, Dv] fp32, and the last inputs of `conv` [S, K - 1, C]."""
@@ -40,7 +37,7 @@ class LayerState:
     def at(self, slots: Tensor, starts: Tensor) -> tuple[State, Tensor, Tensor]:
         """Return (state, pending rows [S, b, C + 2 Nv], how many of them [S] count) of sequences about to run from
         positions `starts` [S] on. Position 0 begins with zeros, whatever the slot's last owner has left."""
-        is_new = (starts == 0) | (slots == SCRATCH_SLOT)
+        is_new = starts == 0
         matrix = self.matrix[slots].masked_fill(is_new[:, None, None, None], 0.0)
         conv = self.conv[slots].masked_fill(is_new[:, None, None], 0.0)
         counts = (starts - self.num_tokens[slots]).clamp(0, self.pending.shape[1]).masked_fill(is_new, 0)
@@ -55,7 +52,7 @@ class LayerState:
 
 
 class StatePool:
-    """Slots of all recurrent layers, zeroed once. Slot 0 is scratch, and `num_slots` follow it.
+    """Slots of all recurrent layers, zeroed once. Slot 0 is scratch, for padding, and `num_slots` follow it.
 
     They include `num_checkpoints` of the prefix cache. `block_size` is the most rows that a step verifies.
     """
