@@ -44,7 +44,7 @@ async def render_and_encode(
     template, call_format = services.tokenizer.chat_template, services.call_format
     check_template(body, services)
     if num_strict := sum(bool(tool.function.strict) for tool in body.tools or []):
-        logger.info("strict is a wish here: %d tools have it, and their calls are not checked", num_strict)
+        logger.info("tools with strict: %d; it is a wish here, and their calls are not checked", num_strict)
     switches = {**services.config.default_chat_template_kwargs, **body.switches(template.switches)}
     if body.forces_call and "enable_thinking" in template.switches:
         switches["enable_thinking"] = False

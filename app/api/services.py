@@ -41,8 +41,8 @@ class Services:
         self.api_keys = self.config.api_keys()
         self.admin_digests = key_digests(self.config.admin_key)
         self.model_names = self.config.model_names
-        self.reasoning_parser = reasoning_for(self.config.reasoning_parser, template.source or "")
-        self.call_format = format_for(self.config.tool_call_parser, template.source or "")
+        self.reasoning_parser = reasoning_for(self.config.reasoning_parser, template.source)
+        self.call_format = format_for(self.config.tool_call_parser, template.source)
         if self.call_format is not None:
             template.call_format = self.call_format
         self.num_unread_bytes = 0

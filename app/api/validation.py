@@ -130,7 +130,7 @@ def check_template(body: TemplatedRequest, services: Services) -> None:
                 "each call, followed by its result.",
                 param,
             )
-        if message.tool_calls and "tool_calls" not in (template.source or ""):
+        if message.tool_calls and not template.writes_calls:
             raise unsupported(f"{_NO_PLACE} `{param}`. Say in `content` what was called.", param)
     known = template.switches
     can_turn, has_levels = "enable_thinking" in known, "reasoning_effort" in known

@@ -39,7 +39,7 @@ _CUT = "\ue000 the answer goes on here \ue001"
 
 
 class ChatTemplate:
-    """A compiled template, or the absence of one, with which `render` raises.
+    """A compiled template, or the absence of one, whose `source` is empty and with which `render` raises.
 
     `special` are the special tokens that a template may name. `variables` are the names that this template reads,
     and `switches` those that `chat_template_kwargs` may set, sorted.
@@ -47,16 +47,16 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str | None, special: dict[str, str]) -> None:
-        self.source = source
+        self.source = text = source or ""
         self._special = special
         environment = _environment()
-        tree = environment.parse(source or "")
+        tree = environment.parse(text)
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
         own = _set_before_read(tree) | _STANDARD_VARIABLES | special.keys() | _GLOBALS.keys()
         self.switches = sorted(self.variables - own)
-        text = source or ""
         # A template may write the first call of a message and leave others out.
         self.takes_one_call = "message.tool_calls[0]" in text and "in message.tool_calls" not in text
+        self.writes_calls = "tool_calls" in text
         self.writes_reasoning = "reasoning_content" in text or ".thinking" in text  # the latter is gpt-oss's name
         self.writes_names = _MESSAGE_NAME.search(text) is not None
         self.call_format = format_for("auto", text)

@@ -295,5 +295,5 @@ def test_strict_is_a_wish_that_is_logged_and_not_in_the_prompt(server, caplog):
     with caplog.at_level("INFO", logger="app.api.prompts"):
         assert prompt_of(server, tools=[strict]) == prompt_of(server, tools=[WEATHER])
     assert [record.getMessage() for record in caplog.records] == [
-        "strict is a wish here: 1 tools have it, and their calls are not checked"
+        "tools with strict: 1; it is a wish here, and their calls are not checked"
     ]
