@@ -15,14 +15,9 @@ from typing import Literal
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 """X-Request-Id of the request that the current task serves."""
 
-LogFormat = Literal["text", "json"]
-
 
 class _Text(logging.Formatter):
     """Lines like `2026-01-31 12:00:00 INFO app.api.server message [request id]`."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         line = super().formatMessage(record)
@@ -33,12 +28,8 @@ class _Json(logging.Formatter):
     """JSON objects, one a line: time (UTC, ISO 8601), level, logger, message, and request_id and exception if any."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": time.strftime(f"%Y-%m-%dT%H:%M:%S.{int(record.msecs):03d}Z", time.gmtime(record.created)),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
+        written = time.strftime(f"%Y-%m-%dT%H:%M:%S.{int(record.msecs):03d}Z", time.gmtime(record.created))
+        line = {"time": written, "level": record.levelname, "logger": record.name, "message": record.getMessage()}
         if identifier := request_id.get():
             line["request_id"] = identifier
         if record.exc_info:
@@ -46,12 +37,13 @@ class _Json(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
-def set_up(level: str, style: LogFormat, secrets: Iterable[str] = ()) -> None:
+def set_up(level: str, style: Literal["text", "json"], secrets: Iterable[str] = ()) -> None:
     """Send every logger's lines of `level` ("info", "WARNING", ...) and above to stderr, without `secrets`."""
     spelt = {form for secret in secrets for form in (secret, json.dumps(secret, ensure_ascii=False)[1:-1])}
     longest_first = sorted(map(re.escape, spelt), key=len, reverse=True)
     secret = re.compile("|".join([*longest_first, r"(?i:(?<=bearer )[^\s\"']+)"]))
-    formatter = _Json() if style == "json" else _Text()
+    text = _Text("%(asctime)s %(levelname)s %(name)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    formatter = _Json() if style == "json" else text
     handler = logging.StreamHandler()
     handler.format = lambda record: secret.sub("[redacted]", formatter.format(record))  # type: ignore[method-assign]
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

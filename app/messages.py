@@ -85,14 +85,6 @@ class TokenDelta:
     finish_reason: FinishReason | None = None
     error: str | None = None
 
-    @property
-    def num_verified(self) -> int:
-        return sum(step.n_verified for step in self.steps)
-
-    @property
-    def num_accepted(self) -> int:
-        return sum(step.n_accepted for step in self.steps)
-
 
 @dataclass(frozen=True, slots=True)
 class StepStats:

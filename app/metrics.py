@@ -79,7 +79,7 @@ class Metrics:
             names = (*labels, *metric.labels)
             family = kinds[metric.kind](prefix + metric.name, metric.help, names, registry=self._registry)
             self._metrics[metric.name] = family.labels(*self._labels) if labels and not metric.labels else family
-        self._engine_totals: dict[str, int] = {}
+        self._engine_totals = Sums[str]()
         self._last_stats: StepStats | None = None
         self._since_log = Sums[str]()
         self._logged_at = time.monotonic()
@@ -105,12 +105,11 @@ class Metrics:
         """Set the sizes of the KV cache, by which routers count the prefixes that fit, and of recurrent state."""
         self._metrics["state_bytes"].set(info.state_bytes)
         self._metrics["state_cache_bytes"].set(info.state_cache_bytes)
-        self._metrics["cache_config_info"].clear()
         self._labelled("cache_config_info", str(info.page_size), str(info.num_pages)).set(1)
 
     def engine_ended(self) -> None:
         """Set the gauges to 0. The next engine process counts from 0 again."""
-        self._engine_totals = {}
+        self._engine_totals = Sums()
         self._metrics["cache_config_info"].clear()
         for metric in TABLE:
             if metric.kind == "gauge" and not metric.labels:
@@ -123,21 +122,20 @@ class Metrics:
         self._metrics["num_requests_waiting"].set(stats.num_waiting)
         self._metrics["kv_cache_usage_perc"].set(stats.used_pages / max(1, stats.num_pages))
         self._metrics["state_slots_usage_perc"].set(stats.used_state_slots / max(1, stats.num_state_slots))
-        used_checkpoints = stats.used_state_checkpoints / max(1, stats.num_state_checkpoints)
-        self._metrics["state_cache_usage_perc"].set(used_checkpoints)
+        self._metrics["state_cache_usage_perc"].set(stats.used_state_checkpoints / max(1, stats.num_state_checkpoints))
         if stats.kind != "idle":
             self._labelled("step_seconds", stats.kind).observe(stats.seconds)
         if stats.not_ahead:
             self.count("steps_not_ahead", label=stats.not_ahead)
-        totals = {
-            "preemptions": stats.num_preemptions,
-            "requests_not_finite": stats.num_not_finite,
-            "requests_dropped": stats.num_faults,
-            "prefix_cache_queries": stats.prefix_cache_queries,
-            "prefix_cache_hits": stats.prefix_cache_hits,
-        }
-        for name, total in totals.items():
-            self.count(name, max(0, total - self._engine_totals.get(name, 0)))
+        totals = Sums(
+            preemptions=stats.num_preemptions,
+            requests_not_finite=stats.num_not_finite,
+            requests_dropped=stats.num_faults,
+            prefix_cache_queries=stats.prefix_cache_queries,
+            prefix_cache_hits=stats.prefix_cache_hits,
+        )
+        for name, grown in (totals - self._engine_totals).items():
+            self.count(name, grown)
         self._engine_totals = totals
         drafted = [step for delta in output.deltas for step in delta.steps if step.n_verified]
         num_drafts = sum(step.n_verified for step in drafted)
@@ -148,11 +146,9 @@ class Metrics:
         self.count("spec_decode_num_drafts", len(drafted))
         self.count("spec_decode_num_draft_tokens", num_drafts)
         self.count("spec_decode_num_accepted_tokens", sum(step.n_accepted for step in drafted))
-        for position in range(max((step.n_verified for step in drafted), default=0)):
-            verified = sum(step.n_verified > position for step in drafted)
-            accepted = sum(step.n_accepted > position for step in drafted)
-            self.count("spec_decode_num_verified_tokens_per_pos", verified, str(position))
-            self.count("spec_decode_num_accepted_tokens_per_pos", accepted, str(position))
+        for k in range(max((step.n_verified for step in drafted), default=0)):
+            self.count("spec_decode_num_verified_tokens_per_pos", sum(step.n_verified > k for step in drafted), str(k))
+            self.count("spec_decode_num_accepted_tokens_per_pos", sum(step.n_accepted > k for step in drafted), str(k))
         self._since_log["drafting"] += stats.num_drafting
         self._since_log["drafted_tokens"] += sum(step.n_tokens for step in drafted)
 
@@ -163,17 +159,15 @@ class Metrics:
         self._since_log, self._last_stats = Sums[str](), None
         if stats is None:
             return
+        length = _ratio(sums["drafted_tokens"], sums["spec_decode_num_drafts"], ".2f")
+        drafting = _ratio(100 * sums["drafting"], sums["decode_sequences"], ".0f", " %")
+        width = _ratio(sums["decode_rows"], sums["decode_sequences"], ".1f")
+        hits = _ratio(100 * sums["prefix_cache_hits"], sums["prefix_cache_queries"], ".1f", " %")
         logger.info(
-            "running %d, waiting %d, %.1f tok/s, mean acceptance length %s, drafting %s, mean width %s, "
-            "KV use %.1f %%, prefix cache hits %s",
-            stats.num_running,
-            stats.num_waiting,
-            sums["generation_tokens"] / max(1e-9, seconds),
-            _ratio(sums["drafted_tokens"], sums["spec_decode_num_drafts"], ".2f"),
-            _ratio(100 * sums["drafting"], sums["decode_sequences"], ".0f", " %"),
-            _ratio(sums["decode_rows"], sums["decode_sequences"], ".1f"),
-            100 * stats.used_pages / max(1, stats.num_pages),
-            _ratio(100 * sums["prefix_cache_hits"], sums["prefix_cache_queries"], ".1f", " %"),
+            f"running {stats.num_running}, waiting {stats.num_waiting}, "
+            f"{sums['generation_tokens'] / max(1e-9, seconds):.1f} tok/s, mean acceptance length {length}, "
+            f"drafting {drafting}, mean width {width}, "
+            f"KV use {100 * stats.used_pages / max(1, stats.num_pages):.1f} %, prefix cache hits {hits}"
         )
 
 

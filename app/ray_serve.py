@@ -23,7 +23,7 @@ from app.config.settings import Config
 from app.config.sources import load_config, settings_of
 from app.engine.checkpoint.read import check_checkpoints, find_models
 from app.engine.npu.torch_build import check_torch_build
-from app.engine_client.admission import MAX_QUEUED_PER_RUNNING
+from app.engine_client.admission import Admission
 
 _PYTHON_PROXY = (
     "Ray's Python proxy hands each chunk of a stream through Ray: 148 ms a chunk at 32 streams on two cores, where "
@@ -66,10 +66,8 @@ def options(config: Config, replicas: Replicas) -> dict[str, Any]:
     devices: dict[str, Any] = {"cpu": {}, "cuda": {"num_gpus": count}, "npu": {"resources": {"NPU": count}}}
     if device not in devices:
         raise ConfigError(f"device={device}: say cpu, cuda or npu, by which Ray finds a node's devices")
-    bound = 10_000  # the server's own bound answers 429 with a sentence
-    if running is not None:
-        queue = MAX_QUEUED_PER_RUNNING * running if config.max_queue is None else config.max_queue
-        bound = running + queue + _MARGIN
+    # The server's own bound answers 429 with a sentence.
+    bound = 10_000 if running is None else Admission(config.max_queue).max_at_once(running) + _MARGIN
     chosen: dict[str, Any] = {
         "name": "dflash",
         "ray_actor_options": {"num_cpus": replicas.num_cpus, **devices[device]},

@@ -121,7 +121,7 @@ class Asked:
 
         def count(step: StepOutput) -> None:
             nonlocal accepted
-            accepted += sum(delta.num_accepted for delta in step.deltas)
+            accepted += sum(delta.steps[0].n_accepted for delta in step.deltas)
 
         seeds = {number if number % 2 else number * 0x9E3779B97F4A7C15 % 2**64 for number in range(answers)}
         assert len(seeds) == answers

@@ -114,7 +114,7 @@ def test_a_stop_token_ends_the_text_wherever_it_lies_in_an_accepted_block(
 
     def note(step: StepOutput) -> None:
         nonlocal cut_inside
-        cut_inside += sum(d.finish_reason == "stop" and len(d.token_ids) <= d.num_accepted for d in step.deltas)
+        cut_inside += sum(d.finish_reason == "stop" and len(d.token_ids) <= d.steps[0].n_accepted for d in step.deltas)
 
     run = lossless.run_engine(lucky.engine(Case(concurrency=16, path=path)), requests, note)
     assert dict(zip(wanted, run.texts, strict=True)) == wanted

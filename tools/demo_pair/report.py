@@ -68,12 +68,12 @@ def measure(
 
     def count(step: StepOutput) -> None:
         for delta in step.deltas:
-            if delta.num_verified:
+            if delta.steps[0].n_verified:
                 measured.tokens += len(delta.token_ids)
                 measured.steps += 1
-                for k in range(1, delta.num_verified + 1):
+                for k in range(1, delta.steps[0].n_verified + 1):
                     measured.verified[k] += 1
-                    measured.accepted[k] += k <= delta.num_accepted
+                    measured.accepted[k] += k <= delta.steps[0].n_accepted
 
     entropy = answer_tokens = 0.0
     for start in track(range(0, len(chosen), _AT_ONCE), domain):

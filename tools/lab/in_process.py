@@ -66,9 +66,9 @@ def run(core: EngineCore, requests: Sequence[Request], concurrency: int) -> Outc
             if delta.error:
                 raise RuntimeError(delta.error)
             outcome.tokens += len(delta.token_ids)
-            outcome.drafting += delta.num_verified > 0
-            outcome.verified += delta.num_verified
-            outcome.accepted += delta.num_accepted
+            outcome.drafting += delta.steps[0].n_verified > 0
+            outcome.verified += delta.steps[0].n_verified
+            outcome.accepted += delta.steps[0].n_accepted
             running -= delta.finish_reason is not None
     outcome.seconds = time.perf_counter() - started
     return outcome

@@ -49,7 +49,7 @@ class Timed:
             self.reads.append(read_ms)
             self.emitted += emitted
             self.verified += concurrency
-            self.rows[concurrency + sum(delta.num_verified for delta in step.deltas)] += 1
+            self.rows[concurrency + sum(delta.steps[0].n_verified for delta in step.deltas)] += 1
 
     @property
     def speed(self) -> float:

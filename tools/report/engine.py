@@ -106,9 +106,9 @@ def run(core: EngineCore, wanted: list[Request]) -> Run:
     def count(step: StepOutput) -> None:
         done.kinds.add(step.stats.kind)
         for delta in step.deltas:
-            if delta.num_verified:
-                done.accepted.append(delta.num_accepted)
-                done.accepted_of.setdefault(delta.request_id, []).append(delta.num_accepted)
+            if delta.steps[0].n_verified:
+                done.accepted.append(delta.steps[0].n_accepted)
+                done.accepted_of.setdefault(delta.request_id, []).append(delta.steps[0].n_accepted)
 
     done.texts = core.run(wanted, count)
     return done

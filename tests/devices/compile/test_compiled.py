@@ -192,7 +192,7 @@ def test_texts_and_drafts_do_not_change_when_code_is_taken_up_behind_some_steps(
 
         def on_step(output: StepOutput) -> None:
             outputs.append(output)
-            accepted.extend((delta.request_id, delta.num_accepted) for delta in output.deltas)
+            accepted.extend((delta.request_id, delta.steps[0].n_accepted) for delta in output.deltas)
             if len(outputs) == steps:
                 compiled = load_kept(core.runner.forward)
                 assert compiled is not None and core.runner.forward.compiled is None
@@ -240,7 +240,9 @@ def test_every_step_accepts_what_it_accepts_by_operators_one_by_one(subject: Sub
 
     def steps(case: Case) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
-        subject.run(case, lambda step: [found.setdefault(d.request_id, []).append(d.num_accepted) for d in step.deltas])
+        subject.run(
+            case, lambda step: [found.setdefault(d.request_id, []).append(d.steps[0].n_accepted) for d in step.deltas]
+        )
         return found
 
     case = Case(concurrency=4, chunked=True, temperature=None, path="compiled", cached=True)

@@ -81,7 +81,7 @@ def drafted(core: EngineCore, asked: list[Request], width: int) -> list[tuple[li
         core.add(request)
     while core.has_work:
         found.clear()
-        accepted = sum(delta.num_accepted for delta in core.step().deltas)
+        accepted = sum(delta.steps[0].n_accepted for delta in core.step().deltas)
         steps += [(drafts[:, : width - 1].tolist(), accepted) for drafts in found]
     return steps
 

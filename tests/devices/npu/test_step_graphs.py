@@ -81,7 +81,7 @@ def test_lengths_given_anew_to_graphs_are_those_that_eager_code_passes(monkeypat
                 compared += 1
         if step.stats.kind == "decode":
             assert not calls and not attended.eager and len(attended.updates) >= 1
-            accepted |= {delta.num_accepted for delta in step.deltas if delta.num_verified}
+            accepted |= {delta.steps[0].n_accepted for delta in step.deltas if delta.steps[0].n_verified}
     assert compared > 100 and accepted >= {0, 15} and accepted - {0, 15}
 
 

@@ -298,7 +298,7 @@ def run_engine(engine: Engine, requests: list[Request], on_step: Callable[[StepO
     def count(step: StepOutput) -> None:
         on_step(step)
         for delta in step.deltas:
-            if delta.num_verified:
+            if delta.steps[0].n_verified:
                 run.verify_steps += 1
                 run.verify_tokens += len(delta.token_ids)
 

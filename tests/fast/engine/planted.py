@@ -194,7 +194,10 @@ class PlannedRun:
             block_size = self.engine.sizes.block_size
             text = self.drafter.texts[request_id]
             plan = planned_step(request, text, n, cut, block_size, decoding=decoding)
-            assert Planned(delta.token_ids, delta.num_verified, delta.num_accepted, delta.finish_reason) == plan
+            assert (
+                Planned(delta.token_ids, delta.steps[0].n_verified, delta.steps[0].n_accepted, delta.finish_reason)
+                == plan
+            )
             self.emitted[request_id] += delta.token_ids
             self.deltas[request_id].append(delta)
             remaining = len(request.token_ids) + request.max_tokens - n

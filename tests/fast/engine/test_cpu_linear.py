@@ -213,7 +213,7 @@ def test_a_decoder_on_the_operator_has_the_texts_of_pytorchs_products_and_drafts
         while engine.core.has_work:
             for delta in engine.core.step().deltas:
                 found[delta.request_id] += delta.token_ids
-                accepted += delta.num_accepted
+                accepted += delta.steps[0].n_accepted
         assert (accepted > 0) == (draft is not None)
         return found
 

@@ -205,7 +205,7 @@ def steps_of(engine: Engine, requests: list[Request]) -> dict[str, list[tuple[in
 
     def note(step: StepOutput) -> None:
         for delta in step.deltas:
-            steps[delta.request_id].append((len(delta.token_ids), delta.num_verified, delta.num_accepted))
+            steps[delta.request_id].append((len(delta.token_ids), delta.steps[0].n_verified, delta.steps[0].n_accepted))
 
     engine.core.run(requests, note)
     return {request_id: after_prompt for request_id, (_, *after_prompt) in steps.items()}

@@ -171,7 +171,7 @@ def test_features_that_are_not_finite_spoil_no_drafts_but_their_own(lucky: Pair)
             engine.core.add(request)
         while engine.core.has_work:
             for delta in engine.core.step().deltas:
-                found[delta.request_id] += delta.num_accepted
+                found[delta.request_id] += delta.steps[0].n_accepted
                 texts[delta.request_id] += delta.token_ids
         return texts, found
 

@@ -74,7 +74,7 @@ class Asked:
 
 def counts(run: PlannedRun, request_id: str) -> list[tuple[int, int, int]]:
     """(tokens, verified, accepted) of every step of a request."""
-    return [(len(d.token_ids), d.num_verified, d.num_accepted) for d in run.deltas[request_id]]
+    return [(len(d.token_ids), d.steps[0].n_verified, d.steps[0].n_accepted) for d in run.deltas[request_id]]
 
 
 def counts_without_preemption(max_tokens: int, cut: int, block_size: int) -> list[tuple[int, int, int]]:
@@ -166,8 +166,8 @@ def test_a_stop_token_at_any_place_ends_the_text_there_and_nothing_behind_it_cou
             last = run.deltas[request.request_id][-1]
             assert last.finish_reason == "stop"
             into = (place - 1) % (cut + 1)  # which of the last step's tokens stops
-            assert last.num_accepted == (min(cut, into + 1) if place else 0)
-            assert last.num_verified == (min(block_size - 1, into + 1) if place else 0)
+            assert last.steps[0].n_accepted == (min(cut, into + 1) if place else 0)
+            assert last.steps[0].n_verified == (min(block_size - 1, into + 1) if place else 0)
 
 
 def test_of_several_stop_tokens_the_first_to_come_ends_the_text(engine_of, text):

@@ -71,7 +71,9 @@ class Answers(dict[str, list[int]]):
 
     def take(self, delta: TokenDelta) -> None:
         self.setdefault(delta.request_id, []).extend(delta.token_ids)
-        self.counts[delta.request_id].append((len(delta.token_ids), delta.num_verified, delta.num_accepted))
+        self.counts[delta.request_id].append(
+            (len(delta.token_ids), delta.steps[0].n_verified, delta.steps[0].n_accepted)
+        )
         assert self.cached.setdefault(delta.request_id, delta.cached_tokens) == delta.cached_tokens
 
     def add(self, others: "Answers") -> None:

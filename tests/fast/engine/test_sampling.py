@@ -598,7 +598,11 @@ def test_penalties_stand_on_the_drafts_before_a_row_and_on_their_own_sequence_al
     planned = run(engine, SIDE_BY_SIDE, text, cuts)
     assert (planned.num_preemptions > 0) == (num_pages is not None)
     if cut == 7:
-        assert all(delta.num_accepted == delta.num_verified for deltas in planned.deltas.values() for delta in deltas)
+        assert all(
+            delta.steps[0].n_accepted == delta.steps[0].n_verified
+            for deltas in planned.deltas.values()
+            for delta in deltas
+        )
 
 
 def test_penalties_change_these_texts(text):

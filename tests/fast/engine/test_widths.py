@@ -56,7 +56,7 @@ def full() -> dict[str, list[int]]:
 def test_tokens_do_not_depend_on_how_many_drafts_are_verified(full, verify, eager):
     steps: list[StepOutput] = []
     assert engine(verify, enforce_eager=eager).run(requests(), steps.append) == full
-    most = max(delta.num_verified for step in steps for delta in step.deltas)
+    most = max(delta.steps[0].n_verified for step in steps for delta in step.deltas)
     if isinstance(verify, int):
         assert most == verify - 1
         assert any(step.stats.num_drafting for step in steps) == (verify > 1)
@@ -126,8 +126,8 @@ def test_narrow_blocks_are_as_good_as_the_beginning_of_wide_ones(rows: int, leas
     asked = [Request(str(i), p.token_ids, 60, stop_token_ids=p.stop_token_ids) for i, p in enumerate(prompts)]
     steps: list[StepOutput] = []
     engine(rows).run(asked, steps.append)
-    deltas = [delta for step in steps for delta in step.deltas if delta.num_verified]
-    assert 1 + sum(delta.num_accepted for delta in deltas) / len(deltas) >= least
+    deltas = [delta for step in steps for delta in step.deltas if delta.steps[0].n_verified]
+    assert 1 + sum(delta.steps[0].n_accepted for delta in deltas) / len(deltas) >= least
 
 
 @pytest.mark.exhaustive

@@ -371,11 +371,13 @@ class Harness:
             assert scripted.emitted == answer[: len(scripted.emitted)], "not what the model said"
             assert (delta.finish_reason is not None) == (len(scripted.emitted) == len(answer))
             assert delta.finish_reason in (None, reason)
-            assert 0 <= delta.num_accepted <= delta.num_verified <= max(0, self.block_size - 1)
-            assert len(delta.token_ids) - delta.num_accepted in ((0, 1) if delta.finish_reason == "stop" else (1,))
+            assert 0 <= delta.steps[0].n_accepted <= delta.steps[0].n_verified <= max(0, self.block_size - 1)
+            assert len(delta.token_ids) - delta.steps[0].n_accepted in (
+                (0, 1) if delta.finish_reason == "stop" else (1,)
+            )
             assert delta.cached_tokens == self.num_cached[delta.request_id]
             if delta.finish_reason:
-                assert delta.num_verified <= len(delta.token_ids), "drafts behind the end are counted"
+                assert delta.steps[0].n_verified <= len(delta.token_ids), "drafts behind the end are counted"
                 self.done[delta.request_id] = self.live.pop(delta.request_id)
         for share in batch.shares:
             n, computed = before[share.seq.request.request_id]

@@ -213,7 +213,7 @@ def test_a_hit_up_to_the_last_token_runs_one_row_that_yields_a_token_and_drafts_
     again = harness.add(PAGE + 1, 6, begins=prompt)
     batch, deltas = harness.step()
     assert batch.kind == "prefill" and [rows.count for rows in batch.prefills] == [1]
-    assert (len(deltas[again].token_ids), deltas[again].num_verified) == (1, 0)
+    assert (len(deltas[again].token_ids), deltas[again].steps[0].n_verified) == (1, 0)
     harness.drain()
 
 

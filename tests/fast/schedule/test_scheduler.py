@@ -51,10 +51,14 @@ def test_the_first_token_comes_from_the_last_chunk_and_drafting_starts_in_the_ne
     assert harness.step()[1] == {}
     batch, deltas = harness.step()
     assert batch.kind == "prefill"
-    assert (len(deltas[request].token_ids), deltas[request].num_verified) == (1, 0)
+    assert (len(deltas[request].token_ids), deltas[request].steps[0].n_verified) == (1, 0)
     batch, deltas = harness.step()
     assert batch.kind == "decode"
-    assert (len(deltas[request].token_ids), deltas[request].num_verified, deltas[request].num_accepted) == (4, 3, 3)
+    assert (
+        len(deltas[request].token_ids),
+        deltas[request].steps[0].n_verified,
+        deltas[request].steps[0].n_accepted,
+    ) == (4, 3, 3)
 
 
 def test_a_chunk_that_leaves_only_the_last_token_leaves_an_anchor_to_draft_from():
@@ -142,7 +146,9 @@ def test_a_request_that_wants_no_speculation_and_a_target_alone_run_one_row():
         while harness.scheduler.has_work:
             batch, deltas = harness.step()
             assert [(rows.count, rows.num_drafts) for rows in batch.decodes] == [(1, 0)]
-            assert [(len(d.token_ids), d.num_verified, d.num_accepted) for d in deltas.values()] == [(1, 0, 0)]
+            assert [(len(d.token_ids), d.steps[0].n_verified, d.steps[0].n_accepted) for d in deltas.values()] == [
+                (1, 0, 0)
+            ]
 
 
 # When it ends
