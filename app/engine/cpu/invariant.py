@@ -77,8 +77,7 @@ class InvariantCpuBackend(TorchBackend):
         pages = meta.page_table[seq, torch.arange(-(-max_kv // size)).clamp_(max=own_pages - 1)]
         position, token = torch.arange(tile, max_kv)[:, None], torch.arange(max_kv)
         seen = visible(position, token, position + 1, mask).repeat(group, 1)[None, None]
-        hidden = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
-        return Call(1, ROWS, max_kv, pages, rows, places, hidden)
+        return Call(ROWS, max_kv, pages[None], rows, places, seen)
 
     def _prove(self, weight: Tensor) -> None:
         """Multiply a row at the first place, at the last, and at every place at once."""

@@ -134,16 +134,16 @@ def test_pages_behind_every_rows_window_are_not_read(backend):
     check(case, backend)
 
 
-def test_rows_of_equal_length_are_cut_where_they_lie_unless_contexts_differ_much(monkeypatch):
+def test_sequences_share_a_call_unless_contexts_differ_much(monkeypatch):
     backend = TorchBackend(CPU)
     monkeypatch.setattr(backend, "max_gathered_tokens", 64)
     monkeypatch.setattr("app.engine.device.torch.SMALL_CALL", 0)
     alike = ragged([2] * 6, [30, 28, 32, 29, 31, 27])
     check(alike, backend)
-    assert [(call.rows, call.places) for call in calls_of(alike)] == [(slice(4 * i, 4 * i + 4), None) for i in range(3)]
+    assert [call.rows.tolist() for call in calls_of(alike)] == [[10, 11, 2, 3], [6, 7, 0, 1], [8, 9, 4, 5]]
     mixed = ragged([2] * 6, [4, 60, 4, 60, 4, 60])
     check(mixed, backend)
-    assert [call.num_pieces for call in calls_of(mixed)] == [3, 1, 1, 1]
+    assert [len(call.pages) for call in calls_of(mixed)] == [3, 1, 1, 1]
 
 
 def test_one_long_prompt_beside_many_short_rows_is_not_padded_to_all_of_them():
