@@ -45,7 +45,7 @@ def short_conv(before: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
 
 def last_rows(before: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
     """Return the last K - 1 rows of `before` [S, K - 1, C] and the first `counts[s]` of rows [S, W, C]."""
-    sequences, places = (torch.arange(size, device=counts.device) for size in before.shape[:2])
+    sequences, places = (_numbers(size, counts.device) for size in before.shape[:2])
     return torch.cat((before, rows), dim=1)[sequences[:, None], (counts[:, None] + places).long()]
 
 
@@ -133,7 +133,6 @@ def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] =
         block = int(accepted.max())
     device = step.inputs.device
     rows_between, never, places = _fixed(block, width, device)
-    sequences = _numbers(len(step.slots), device)
     counts = accepted[:, None].expand(-1, block), step.counts[:, None].expand(-1, width)
     is_none = places >= torch.cat(counts, dim=1)
 
@@ -170,7 +169,7 @@ def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] =
     of_q, seen = (x.flatten(0, 1)[:, -width:] for x in (of_state[:, :, 0], seen))
     o = torch.baddbmm(of_q, seen, d.flatten(0, 1), beta=scale, alpha=scale)
 
-    to_end = between[sequences, :, accepted][..., None]
+    to_end = between[_numbers(len(accepted), device), :, accepted][..., None]
     committed = (qk[:, :, -d.shape[2] :] * to_end[:, :, 1:]).mT @ d
     committed = torch.addcmul(committed, state, to_end[:, :, :1])
     o = o.view(-1, num_heads, width, v_dim).transpose(1, 2).flatten(0, 1)[step.places]
@@ -196,6 +195,6 @@ def _fixed(block: int, width: int, device: torch.device) -> tuple[Tensor, Tensor
 
 
 @cache
-def _numbers(num_seqs: int, device: torch.device) -> Tensor:
+def _numbers(count: int, device: torch.device) -> Tensor:
     """Return 0, 1, ..., cached apart from `_fixed`, because steps with prefill have any number of sequences."""
-    return torch.arange(num_seqs, device=device)
+    return torch.arange(count, device=device)
