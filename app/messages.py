@@ -152,7 +152,7 @@ class EngineInfo:
 
     Without a draft `draft` is None, `block_size` is 1, and `taps` and `draft_config` (what its config.json says) are
     empty. Only a hybrid target has state: `state_cache_bytes` are for `num_state_checkpoints` of the prefix cache.
-    `tuned` are the products that were timed. `forwards` run "by operators", are BEING_COMPILED, or are "compiled".
+    `forwards` run "by operators", are BEING_COMPILED, or are "compiled".
     """
 
     target: str
@@ -172,5 +172,4 @@ class EngineInfo:
     state_cache_bytes: int = 0
     num_state_checkpoints: int = 0
     tensor_parallel_size: int = 1
-    tuned: dict[str, str] = field(default_factory=dict)
     forwards: str = "by operators"

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from app.engine.checkpoint.shapes import GatedDeltaConfig
-from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, ContextRows, LayerKv, ProjectedRows
+from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, LayerKv, ProjectedRows
 from app.engine.device.moe import ExpertWeights, MoeConfig
 from app.engine.device.probe import Finding, failed, ok
 from app.engine.device.torch import TorchBackend
@@ -300,12 +300,12 @@ def _qkv_into_kv(at: Inputs, rows: int, heads: int, kv_heads: int, dim: int, pag
 
 def _context_into_kv(at: Inputs, rows: int, layers: int, kv_heads: int, dim: int, page: int) -> Prepared:
     k, v = at.normal(rows, layers, kv_heads, dim), at.normal(rows, layers, kv_heads, dim)
-    context, norm = torch.stack((at.ordered(k), v), dim=2), at.ordered(at.normal(layers, dim))
+    context, norm = torch.cat((at.ordered(k), v), dim=2).flatten(0, 1), at.ordered(at.normal(layers, dim))
     kv, slots = at.pages(rows * layers, page, kv_heads, dim, ordered=True), at.scattered(rows * layers, rows * layers)
     rotation, ones = at.rotation(rows, dim), torch.ones_like(norm[0])
 
     def call() -> tuple[Tensor, ...]:
-        at.backend.context_into_kv(ContextRows(context, norm, ones, EPS, rotation, kv, slots))
+        at.backend.context_into_kv(ProjectedRows(context, ones, norm, EPS, rotation, kv, slots))
         return at.restored(kv.k), kv.v
 
     return call

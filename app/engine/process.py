@@ -230,7 +230,6 @@ def _info(engine: Engine, config: EngineConfig) -> EngineInfo:
         state_cache_bytes=engine.states.checkpoint_bytes if engine.states else 0,
         num_state_checkpoints=engine.states.num_checkpoints if engine.states else 0,
         tensor_parallel_size=config.tensor_parallel_size,
-        tuned=engine.tuned,
         forwards=engine.forwards,
     )
 

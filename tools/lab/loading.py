@@ -70,7 +70,6 @@ def load(folder: Path, raw: dict[str, Any]) -> tuple[float, float]:
     """Return the seconds, and those of the CPU, in which the engine's own code loads the checkpoint."""
     backend = make_backend("cpu")
     start = _clocks()
-    backend.retain_allocator_memory()
     weights = SafetensorsWeights(folder, backend.device, torch.bfloat16)
     target_class(raw["model_type"])(target_config(raw), weights, backend)
     weights.close()

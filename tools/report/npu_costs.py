@@ -17,7 +17,6 @@ from app.engine.device.base import (
     AttentionMask,
     AttentionMetadata,
     Backend,
-    ContextRows,
     LayerKv,
     ProjectedRows,
     Rotation,
@@ -209,7 +208,11 @@ def around(backend: Backend, sizes: CostSizes) -> Result:
     features, tapped = [hidden] * e.taps, at.normal(rows, e.taps * e.hidden)
     tables = backend.rotary_tables(torch.rand(e.kv, e.dim // 2), torch.bfloat16)
     positions, choices, drafts = (at.integers(0, e.kv, *shape) for shape in ((rows,), (rows,), (BATCH, DRAFTS)))
-    context = at.normal(rows, e.draft_layers, 2, e.kv_heads, e.dim), at.normal(e.draft_layers, e.dim), at.normal(e.dim)
+    context = (
+        at.normal(rows * e.draft_layers, 2 * e.kv_heads, e.dim),
+        at.normal(e.dim),
+        at.normal(e.draft_layers, e.dim),
+    )
     slots = at.scattered(rows * e.draft_layers, -(-rows * e.draft_layers // PAGE) * PAGE)
     rotation, pages = at.rotation(rows, e.dim), at.pages(len(slots), PAGE, e.kv_heads, e.dim)
     first, lengths, each = at.int32(range(0, rows, 1 + DRAFTS)), at.int32([DRAFTS] * BATCH), at.int32(range(BATCH))
@@ -221,7 +224,7 @@ def around(backend: Backend, sizes: CostSizes) -> Result:
         "choice": (lambda: logits.max(dim=-1), 2),
         "features": (lambda: torch.cat(features, dim=-1), 1),
         "fc": (lambda: backend.linear(tapped, fc), 1),
-        "context KV": (lambda: backend.context_into_kv(ContextRows(*context, EPS, rotation, pages, slots)), 1),
+        "context KV": (lambda: backend.context_into_kv(ProjectedRows(*context, EPS, rotation, pages, slots)), 1),
         "verify": (lambda: backend.verify(choices, drafts, first, lengths, each), 1),
     }
     return _timed(backend, sizes, calls, "The work around the layers takes")

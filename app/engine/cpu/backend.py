@@ -17,15 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.cpu import attention, linear
-from app.engine.device.base import (
-    AttentionMask,
-    AttentionMetadata,
-    ContextRows,
-    LayerKv,
-    ProjectedRows,
-    Rotation,
-)
+from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv, ProjectedRows, Rotation
 from app.engine.device.torch import TorchBackend
 
 logger = logging.getLogger(__name__)
@@ -57,6 +51,7 @@ class CpuBackend(TorchBackend):
         self._num_parameters = 0
         self._few_rows = linear.MOST_ROWS
         self._dtype = self.defaults.dtype
+        keep_freed_memory()
 
     def why_not(self, dtype: torch.dtype, layer_numbers: int | None = None) -> str:
         if dtype != torch.bfloat16:
@@ -65,19 +60,19 @@ class CpuBackend(TorchBackend):
             return "its layers are so small that it would gain no speed"
         return linear.why_not_bfloat16()
 
-    def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
+    def check(self, decoder: DecoderConfig, block_size: int, page_size: int, dtype: torch.dtype) -> None:
         """Warn of a dtype that processors have few instructions for. Attention is planned for this dtype."""
-        super().check(head_dim, block_size, page_size, dtype)
         if dtype == torch.float16 != self._dtype:
             logger.warning("--dtype float16 is slow on a CPU; float32 is quicker, and takes twice the memory")
         self._dtype = dtype
 
-    def tune(self) -> dict[str, str]:
+    def tune(self) -> None:
         """Time products of few rows, and leave to PyTorch what it computes faster, with the threads it will have."""
         with self.step(linear.ALL_ROWS):
             found = linear.tune(self._packed)
         self._few_rows = min([self._few_rows, *found.values()])
-        return {name: "own" if most == linear.ALL_ROWS else f"own up to {most} rows" for name, most in found.items()}
+        limits = [f"{name} {'always' if n == linear.ALL_ROWS else f'up to {n} rows'}" for name, n in found.items()]
+        logger.info("products by our operator: %s", "; ".join(limits) or "none")
 
     def pack_weight(self, *parts: Tensor) -> Tensor:
         """Return the weight row by row, like it is stored, if this package's own products are here.
@@ -166,12 +161,11 @@ class CpuBackend(TorchBackend):
         """Return `Backend.qkv_into_kv`, rounded once after norm and RoPE where the operator is here."""
         return attention.rotate_into(rows) if attention.is_own(rows.qkv.dtype) else super().qkv_into_kv(rows)
 
-    def context_into_kv(self, rows: ContextRows) -> None:
+    def context_into_kv(self, rows: ProjectedRows) -> None:
         """Apply `Backend.context_into_kv`, rounded like `qkv_into_kv`."""
-        if not attention.is_own(rows.kv_tl2hd.dtype):
+        if not attention.is_own(rows.qkv.dtype):
             return super().context_into_kv(rows)
-        qkv = rows.kv_tl2hd.flatten(0, 1).flatten(1, 2)
-        attention.rotate_into(ProjectedRows(qkv, None, rows.k_norm, *rows[3:]))
+        attention.rotate_into(rows._replace(q_norm=None))
 
     def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
         slot_mapping = slot_mapping.long()
@@ -198,15 +192,16 @@ class CpuBackend(TorchBackend):
             found[:, -1] = np.where(kept.all(axis=1), columns, kept.argmin(axis=1))
         return out
 
-    def retain_allocator_memory(self) -> None:
-        """Let glibc keep large freed blocks. Without effect on other allocators.
 
-        By default it returns them to the system at once. Each step then faults its pages in again, which takes half
-        the time of a wide step (tools/lab/NOTES.md).
-        """
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if mallopt and any(mallopt(_M_MMAP_THRESHOLD, most) for most in _MOST_KEPT):
-            mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+def keep_freed_memory() -> None:
+    """Let glibc keep large freed blocks. Without effect on other allocators.
+
+    By default it returns them to the system at once. Each step then faults its pages in again, which takes half the
+    time of a wide step (tools/lab/NOTES.md).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt and any(mallopt(_M_MMAP_THRESHOLD, most) for most in _MOST_KEPT):
+        mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def _turn(rows: Tensor, to: Tensor) -> None:

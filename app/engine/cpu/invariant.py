@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.cpu.backend import CpuBackend
+from app.engine.cpu.backend import CpuBackend, keep_freed_memory
 from app.engine.device.base import AttentionMask, AttentionMetadata
 from app.engine.device.torch import Call, TorchBackend, visible
 from app.engine.errors import UnsupportedError
@@ -26,11 +26,11 @@ class InvariantCpuBackend(TorchBackend):
     """Backend whose weights are row by row in memory: column by column, a small product depends on a row's place."""
 
     batch_invariant = True
-    retain_allocator_memory = CpuBackend.retain_allocator_memory
     verify = CpuBackend.verify
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        keep_freed_memory()
         self._proved: set[tuple[torch.Size, torch.dtype]] = set()
 
     def pack_weight(self, *parts: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ the device. The host decides only the shape of the launch, which follows from te
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import e, log2
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from app.engine.cuda.launch import MAX_TILES, counters, dot_size, items_per_program, operand
-from app.engine.device.base import AttentionMask, AttentionMetadata, Heads, LayerKv
+from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
 
 LOG2_E = tl.constexpr(log2(e))
 TILE_ROWS = 16
@@ -32,6 +33,14 @@ PARTIALS_IN_FLIGHT = 8
 """Partial results of a head that `combine` loads before it adds the first of them."""
 NUMBERS_IN_FLIGHT = 1 << 14
 """Numbers of partial results that the last program of a tile loads at a time: 128 registers a thread."""
+
+
+class Heads(NamedTuple):
+    """Heads of a decoder's attention, and their size."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True, slots=True)

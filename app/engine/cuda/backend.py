@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.comm.comm import Comm, Meeting
 from app.engine.comm.device import DeviceComm
 from app.engine.cuda import experts, gated_delta, integers, prefill, rows
-from app.engine.cuda.attention import TILE_ROWS, Geometry, geometry, paged_attention
+from app.engine.cuda.attention import TILE_ROWS, Geometry, Heads, geometry, paged_attention
 from app.engine.cuda.prefill import Packed
 from app.engine.device import accelerator
-from app.engine.device.base import AttentionMask, AttentionMetadata, Defaults, Graph, Heads, LayerKv, Rotation
+from app.engine.device.base import AttentionMask, AttentionMetadata, Defaults, Graph, LayerKv, Rotation
 from app.engine.device.moe import ExpertWeights, MoeConfig
 from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
@@ -54,9 +55,13 @@ class CudaBackend(TorchBackend):
         # workspace of that stream. Streams are handed out in turn from 32 of each priority, and timings take others.
         self._capture_stream = torch.cuda.Stream(device, priority=-1) if self.on_gpu else None
 
-    def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
+    def check(self, decoder: DecoderConfig, block_size: int, page_size: int, dtype: torch.dtype) -> None:
+        head_dim, delta = decoder.head_dim, decoder.gated_delta
         if head_dim not in HEAD_DIMS:
             raise UnsupportedError(f"head_dim {head_dim}: attention on a GPU takes {', '.join(map(str, HEAD_DIMS))}")
+        if delta and delta.k_head_dim > gated_delta.MAX_K_HEAD_DIM:
+            most = f"a GPU takes {gated_delta.MAX_K_HEAD_DIM} at most"
+            raise UnsupportedError(f"linear_key_head_dim {delta.k_head_dim}: {most}")
         if block_size > TILE_ROWS:
             most = f"a GPU verifies {TILE_ROWS} at most; give --num-speculative-tokens {TILE_ROWS - 1}"
             raise UnsupportedError(f"a block of {block_size} rows: {most}")
@@ -112,11 +117,6 @@ class CudaBackend(TorchBackend):
             return super().moe(x, weights, config)
         return experts.mixture(x, weights, config)
 
-    def check_gated_delta(self, num_v_heads: int, k_head_dim: int, v_head_dim: int) -> None:
-        if k_head_dim > gated_delta.MAX_K_HEAD_DIM:
-            most = f"a GPU takes {gated_delta.MAX_K_HEAD_DIM} at most"
-            raise UnsupportedError(f"linear_key_head_dim {k_head_dim}: {most}")
-
     def rotation_at(self, tables: Rotation, positions: Tensor) -> Rotation:
         """Return `Backend.rotation_at`. An index by brackets becomes int64 first, in a launch of its own."""
         return tuple(table.index_select(0, positions).unsqueeze(1) for table in tables)
@@ -142,10 +142,8 @@ class CudaBackend(TorchBackend):
         return CudaGraph(run, None, torch.cuda.Stream(self.device))
 
     def upload(self, host: Tensor, to: Tensor) -> None:
-        if self.on_gpu:
-            accelerator.upload(host, to)
-        else:
-            super().upload(host, to)
+        """Queue `Backend.upload`. The host waits unless the copy is pinned and non-blocking, both."""
+        to.copy_(host.pin_memory() if self.on_gpu else host, non_blocking=self.on_gpu)
 
     def start_download(self, x: Tensor) -> Callable[[], Tensor]:
         return accelerator.start_download(x, torch.cuda) if self.on_gpu else super().start_download(x)
@@ -156,7 +154,7 @@ class CudaBackend(TorchBackend):
         return of_device or super().is_fatal(error)
 
     def memory(self) -> tuple[int, int]:
-        return accelerator.memory(self.device, torch.cuda) if self.on_gpu else super().memory()
+        return torch.cuda.mem_get_info(self.device) if self.on_gpu else super().memory()
 
     def peak_memory(self, run: Callable[[], object]) -> int:
         return accelerator.peak_memory(run, torch.cuda) if self.on_gpu else super().peak_memory(run)

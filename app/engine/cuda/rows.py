@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from app.engine.cuda.launch import items_per_program
-from app.engine.device.base import ContextRows, ProjectedRows
+from app.engine.device.base import ProjectedRows
 
 VECTORS_PER_PROGRAM = 8
 SILU_BLOCK = tl.constexpr(1024)
@@ -98,12 +98,10 @@ def qkv_into_kv(rows: ProjectedRows) -> Tensor:
     return q
 
 
-def context_into_kv(rows: ContextRows) -> None:
-    """Apply `Backend.context_into_kv`. A row of a layer has no heads of q."""
-    kv_tl2hd, k_norm, _, eps, rotation, kv, slot_mapping = rows
-    heads = kv_tl2hd.flatten(2, 3).flatten(0, 1)
-    projected = ProjectedRows(heads, None, k_norm.contiguous(), eps, rotation, kv, slot_mapping)
-    _rope_and_write(projected, None, layers=len(k_norm))
+def context_into_kv(rows: ProjectedRows) -> None:
+    """Apply `Backend.context_into_kv`."""
+    assert rows.k_norm is not None
+    _rope_and_write(rows._replace(q_norm=None), None, layers=len(rows.k_norm))
 
 
 def _rope_and_write(projected: ProjectedRows, q: Tensor | None, *, layers: int) -> None:

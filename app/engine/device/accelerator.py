@@ -1,4 +1,4 @@
-"""Copies and memory of a device with memory of its own. `runtime` is torch.cuda or torch_npu.npu."""
+"""Copies and memory of a device that is not the host. `runtime` is torch.cuda or torch_npu.npu."""
 
 import os
 from collections.abc import Callable
@@ -8,11 +8,6 @@ import torch
 from torch import Tensor
 
 from app.engine.errors import UnsupportedError
-
-
-def upload(host: Tensor, to: Tensor) -> None:
-    """Queue `Backend.upload`. The host waits unless the copy is pinned and non-blocking, both (N24)."""
-    to.copy_(host.pin_memory(), non_blocking=True)
 
 
 def start_download(x: Tensor, runtime: Any) -> Callable[[], Tensor]:
@@ -38,11 +33,6 @@ def check_ranks(device: torch.device, size: int, runtime: Any, variable: str) ->
             f"--tensor-parallel-size {size}: each rank has a device of its own, {device.type}:{first} to "
             f"{device.type}:{first + size - 1}, and {count} are visible{with_variable}"
         )
-
-
-def memory(device: torch.device, runtime: Any) -> tuple[int, int]:
-    free, total = runtime.mem_get_info(device)
-    return int(free), int(total)
 
 
 def peak_memory(run: Callable[[], object], runtime: Any) -> int:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.checkpoint.shapes import AttentionMask, MoeConfig
+from app.engine.checkpoint.shapes import AttentionMask, DecoderConfig, MoeConfig
 from app.engine.comm.comm import Comm, Meeting
 from app.engine.verify import verify
 
@@ -41,21 +41,17 @@ class AttentionMetadata:
     plans: dict[AttentionMask, Any] = field(default_factory=dict)
 
 
-class Heads(NamedTuple):
-    """Heads of a decoder's attention, and their size."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-
 Rotation = tuple[Tensor, ...]
 """RoPE at T positions: cos and sin, each [T, 1, D] with both halves alike, or the rows of a backend's own tables."""
 
 
 class ProjectedRows(NamedTuple):
     """T rows of a layer after its QKV projection: `qkv` [T, heads + 2 * kv_heads, D], and where K and V go. A norm's
-    weight is [D], or None for a model without it."""
+    weight is [D], or None for a model without it.
+
+    The draft's context has T * L rows without q, of L layers, with slots as of `KvPool.slots_in_all_layers`. There
+    `k_norm` is [L, D], and `q_norm` ones.
+    """
 
     qkv: Tensor
     q_norm: Tensor | None
@@ -72,23 +68,10 @@ class ProjectedRows(NamedTuple):
         return q, k, v
 
 
-class ContextRows(NamedTuple):
-    """K and V [T, layers, 2, kv_heads, D] of the draft's context rows, K before V, and where they go. `k_norm` is
-    [layers, D], `ones` [D] of ones, and `slot_mapping` [T * layers] as of `KvPool.slots_in_all_layers`."""
-
-    kv_tl2hd: Tensor
-    k_norm: Tensor
-    ones: Tensor
-    eps: float
-    rotation: Rotation
-    kv: LayerKv
-    slot_mapping: Tensor
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """Experts of a layer: `router` [E, H] fp32, `gate_up` [E, 2I, H] with the gate first, `down` [E, H, I]; biases [E]
-    fp32, [E, 2I] and [E, H], the latter two by `Backend.pack_expert_bias`."""
+    """Experts of a layer: `router` [E, H] fp32, `gate_up` [E, 2I, H] with the gate first, `down` [E, H, I], and their
+    biases [E], [E, 2I] and [E, H], all of them fp32."""
 
     router: Tensor
     gate_up: Tensor
@@ -174,8 +157,8 @@ class Backend(ABC):
         own = self.defaults.dtype
         return "" if dtype.itemsize == own.itemsize else f"{str(own).removeprefix('torch.')} is the device's own"
 
-    def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
-        """Raise UnsupportedError, which names the setting, if an operator of this device cannot do it."""
+    def check(self, decoder: DecoderConfig, block_size: int, page_size: int, dtype: torch.dtype) -> None:
+        """Raise UnsupportedError, which names the setting or size, if an operator of this device cannot do it."""
         return
 
     def check_ranks(self, size: int) -> None:
@@ -189,10 +172,6 @@ class Backend(ABC):
     def max_graphs(self, size: int) -> int | None:
         """Return the number of graphs with collectives of `size` ranks that the device holds, or None if unknown."""
         return None
-
-    def check_experts(self, config: MoeConfig, hidden_size: int) -> None:
-        """Raise UnsupportedError, which names the size, if `moe` of this device cannot do it."""
-        return
 
     def rotary_tables(self, angles: Tensor, dtype: torch.dtype, scales: Tensor | float = 1.0) -> Rotation:
         """Return the tables on the device whose rows are a `Rotation`, for `angles` [positions, D / 2] fp32. A turned
@@ -267,17 +246,9 @@ class Backend(ABC):
         """Return memory [E, out, in] of the dtype and device of `like`, in the order that `moe` reads fastest."""
         return like.new_empty(num_experts, out_features, in_features)
 
-    def pack_expert_bias(self, bias: Tensor) -> Tensor:
-        """Return biases [E, out] of the engine's dtype in the dtype that `moe` reads."""
-        return bias
-
     @abstractmethod
     def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
         """Return the mixture of experts [T, H] of rows [T, H], as `moe.mixture`."""
-
-    def check_gated_delta(self, num_v_heads: int, k_head_dim: int, v_head_dim: int) -> None:
-        """Raise UnsupportedError, which names the size, if recurrent layers cannot have it."""
-        return
 
     @abstractmethod
     def commit_and_verify(self, step: GatedDeltaStep) -> Tensor:
@@ -291,12 +262,12 @@ class Backend(ABC):
         self.write_kv(k, v, rows.kv, rows.slot_mapping)
         return q
 
-    def context_into_kv(self, rows: ContextRows) -> None:
-        """Apply RMSNorm and RoPE to each head of K, and write K and V of all layers at once."""
-        k, v = rows.kv_tl2hd.unbind(2)
-        k = self.rms_norm(k, rows.ones, rows.eps) * rows.k_norm[:, None]
-        k = self.rope(k.flatten(1, 2), rows.rotation).view(-1, *k.shape[2:])
-        self.write_kv(k, v.flatten(0, 1), rows.kv, rows.slot_mapping)
+    def context_into_kv(self, rows: ProjectedRows) -> None:
+        """Apply RMSNorm and RoPE to each head of K of the draft's context, and write K and V of all layers at once."""
+        assert rows.q_norm is not None and rows.k_norm is not None
+        _, k, v = rows.split()
+        k = self.rms_norm(k, rows.q_norm, rows.eps).unflatten(0, (-1, len(rows.k_norm))) * rows.k_norm[:, None]
+        self.write_kv(self.rope(k.flatten(1, 2), rows.rotation).view_as(v), v, rows.kv, rows.slot_mapping)
 
     def embed_blocks(self, anchors: Tensor, mask_token_id: int, block_size: int, embedding: Tensor) -> Tensor:
         """Return rows [D * b, H] of the embedding [V, H]: each anchor [D], and b - 1 masks after it."""
@@ -334,10 +305,6 @@ class Backend(ABC):
         offsets += num_accepted
         seq_lens += num_accepted
 
-    def high_half(self, x: Tensor) -> Tensor:
-        """Return the upper 16 bits of int32 x, as int32 numbers 0 to 65535."""
-        return (x >> 16) & 0xFFFF
-
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x @ weight.T + bias, [T, out] for x [T, in], a packed weight [out, in] and a bias [out]."""
         return F.linear(x, weight, bias)
@@ -346,9 +313,9 @@ class Backend(ABC):
         """Return logits [R, V] of hidden states [R, H], in fp32 if the device can, else in the engine's dtype."""
         return self.linear(hidden, lm_head)
 
-    def tune(self) -> dict[str, str]:
-        """Time the products of the packed weights in other ways, use the quickest, and return these by product."""
-        return {}
+    def tune(self) -> None:
+        """Time the products of the packed weights in other ways, and use the quickest."""
+        return
 
     @abstractmethod
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
@@ -380,10 +347,6 @@ class Backend(ABC):
     @abstractmethod
     def memory(self) -> tuple[int, int]:
         """Return (free, total) bytes of the device."""
-
-    def retain_allocator_memory(self) -> None:
-        """Let the allocator keep the memory that is freed, because both loading and every step take it again."""
-        return
 
     @abstractmethod
     def peak_memory(self, run: Callable[[], object]) -> int:

@@ -1,12 +1,17 @@
 """Backend of a device, by the device's name. No other module imports a device plug-in."""
 
 import importlib
-import importlib.util
 
 import torch
 
 from app.engine.device.base import Backend
 from app.engine.errors import UnsupportedError
+
+_LIBRARIES = {
+    "cuda": ("Triton", "Is it installed (pip install triton)?"),
+    "npu": ("torch_npu", "Is CANN's set_env.sh sourced?"),
+}
+"""What a plug-in needs, and what to ask on a host where it cannot be loaded."""
 
 
 def found_device(device: str) -> str:
@@ -29,25 +34,16 @@ def make_backend(device: str, *, rank: int = 0, batch_invariant: bool = False) -
         raise UnsupportedError(
             f"--device {device}: this torch ({torch.__version__}) sees {torch.cuda.device_count()} CUDA devices"
         )
-    if kind == "npu":
-        return _npu_backend(device, index)
-    if kind == "cuda" and not importlib.util.find_spec("triton"):
-        raise UnsupportedError(f"--device {device}: Triton is not installed; pip install triton")
     module, name = f"app.engine.{kind}.backend", f"{kind.capitalize()}Backend"
     if batch_invariant:
         module, name = f"app.engine.{kind}.invariant", f"Invariant{name}"
-    where = torch.device("cpu") if kind == "cpu" else torch.device(kind, index)
-    backend: Backend = getattr(importlib.import_module(module), name)(where)
-    return backend
-
-
-def _npu_backend(device: str, index: int) -> Backend:
     try:
-        module = importlib.import_module("app.engine.npu.backend")
+        plug_in = importlib.import_module(module)
     except (ImportError, RuntimeError, OSError) as error:
+        if kind not in _LIBRARIES:
+            raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-        raise UnsupportedError(
-            f"--device {device}: torch_npu cannot be loaded: {reason}. Is CANN's set_env.sh sourced?"
-        ) from None
-    backend: Backend = module.NpuBackend(torch.device("npu", index))
+        library, hint = _LIBRARIES[kind]
+        raise UnsupportedError(f"--device {device}: {library} cannot be loaded: {reason}. {hint}") from None
+    backend: Backend = getattr(plug_in, name)(torch.device(kind) if kind == "cpu" else torch.device(kind, index))
     return backend

@@ -52,4 +52,4 @@ def grouped(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, expert
     """Return x @ weight[e].T + bias[e] [R, out] for rows [R, in] that are sorted by expert e. `ends` [E] int32 are the
     rows' ends of each expert, and `experts` [R] are e of each row."""
     out = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    return out if bias is None else out + bias[experts]
+    return out if bias is None else out + bias[experts].to(out.dtype)

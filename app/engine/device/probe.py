@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 Status = Literal["ok", "warning", "failed", "not tried"]
@@ -16,16 +17,7 @@ class Finding:
     hint: str = ""
 
 
-def ok(found: str) -> Finding:
-    return Finding("ok", found)
-
-
-def warning(found: str, hint: str) -> Finding:
-    return Finding("warning", found, hint)
-
-
-def failed(found: str, hint: str) -> Finding:
-    return Finding("failed", found, hint)
+ok, warning, failed = partial(Finding, "ok"), partial(Finding, "warning"), partial(Finding, "failed")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from app.engine.device.base import Backend, ContextRows, LayerKv, Rotation
+from app.engine.device.base import Backend, LayerKv, ProjectedRows, Rotation
 from app.engine.dflash.model import DFlashModel
 from app.engine.models.layers import Attention, frozen
 
@@ -32,7 +32,7 @@ class ContextKv(nn.Module):
         self.kv_bias = frozen(torch.cat(biases)) if biases else None
         self.k_norm = frozen(torch.stack([cast(Tensor, attention.k_norm) for attention in attentions]))
         self.ones = frozen(torch.ones_like(self.k_norm[0]))
-        self._shape = (decoder.num_layers, 2, decoder.num_kv_heads, decoder.head_dim)
+        self._heads = 2 * decoder.num_kv_heads, decoder.head_dim
         self._backend = backend
 
     def write(self, features: Tensor, rotation: Rotation, all_layers: LayerKv, slot_mapping: Tensor) -> None:
@@ -44,9 +44,9 @@ class ContextKv(nn.Module):
         backend = self._backend
         context = backend.rms_norm(backend.linear(features, self.fc), self.hidden_norm, self._eps)
         context = context.nan_to_num(0.0, 0.0, 0.0)
-        kv_tl2hd = backend.linear(context, self.kv, self.kv_bias).view(-1, *self._shape)
-        norms = self.k_norm, self.ones, self._eps
-        backend.context_into_kv(ContextRows(kv_tl2hd, *norms, rotation, all_layers, slot_mapping))
+        kv = backend.linear(context, self.kv, self.kv_bias).view(-1, *self._heads)
+        norms = self.ones, self.k_norm, self._eps
+        backend.context_into_kv(ProjectedRows(kv, *norms, rotation, all_layers, slot_mapping))
 
 
 class PendingContext:

@@ -63,7 +63,7 @@ Join = Callable[[Backend], Rank]
 @dataclass(frozen=True, slots=True)
 class Engine:
     """A loaded engine and its settled sizes. `states` are those of a hybrid. Forwards are to be compiled if it
-    `compiles`. `tuned` are products that were timed, if any."""
+    `compiles`."""
 
     core: EngineCore
     sizes: Sizes
@@ -73,7 +73,6 @@ class Engine:
     draft: DFlashConfig | None
     states: StatePool | None
     compiles: bool
-    tuned: dict[str, str]
 
     @property
     def can_be_compiled(self) -> bool:
@@ -95,10 +94,10 @@ def build_engine(
     """Load and warm up an engine. `open_weights` may open others than the folders' files, and `join` returns rank 0.
     Raises UnsupportedError for what would run wrongly or does not fit, before weights are read if possible."""
     with _explained(config, rank=0) as backend:
-        runner, plan, tuned = _load(config, backend, on_progress, open_weights, join)
+        runner, plan = _load(config, backend, on_progress, open_weights, join)
         if plan.draft:
             log_draft(plan.draft, plan.dtype, plan.sizes.max_model_len)
-        return _warm(runner, plan, tuned, on_progress)
+        return _warm(runner, plan, on_progress)
 
 
 def build_runner(
@@ -123,19 +122,18 @@ def _explained(config: EngineConfig, rank: int) -> Iterator[Backend]:
 
 def _load(
     config: EngineConfig, backend: Backend, on_progress: Progress, open_weights: OpenWeights, join: Join
-) -> tuple[ModelRunner, Plan, dict[str, str]]:
-    """Return a runner over its KV memory, which no step has used yet, its settled plan, and what was tuned."""
+) -> tuple[ModelRunner, Plan]:
+    """Return a runner over its KV memory, which no step has used yet, and its settled plan."""
     plan = make_plan(config, read_checkpoints(config), backend)
     comm, tell = join(backend)
     assert comm.size == config.tensor_parallel_size
     plan = plan.shard(comm.size)
-    if plan.target.moe:
-        backend.check_experts(plan.target.moe, plan.target.hidden_size)
     for decoder in plan.decoders:
-        backend.check(decoder.head_dim, plan.sizes.block_size, plan.sizes.page_size, plan.dtype)
+        backend.check(decoder, plan.sizes.block_size, plan.sizes.page_size, plan.dtype)
         check_attention(backend, decoder, plan.sizes.page_size, plan.sizes.block_size, plan.dtype)
     target, draft = _read_weights(plan, backend, comm, open_weights, on_progress)
-    tuned = backend.tune() if config.tune == "auto" and comm.size == 1 else {}  # ranks launch alike
+    if config.tune == "auto" and comm.size == 1:  # ranks launch alike
+        backend.tune()
     states = make_states(plan, backend, comm)
     runner_over = partial(_runner, backend, comm, target, draft, states)
     step = 0 if backend.memory_is_host else step_memory(partial(runner_over, plan), backend, plan.sizes)
@@ -146,7 +144,7 @@ def _load(
     runner = runner_over(plan, num_pages, tell, partial(on_progress, "graphs"))
     if plan.compiles and not runner.graphs:
         use_compiled(runner, config, partial(traced_forward, config, open_weights), partial(on_progress, "compile"))
-    return runner, plan, tuned
+    return runner, plan
 
 
 def _read_weights(
@@ -159,7 +157,6 @@ def _read_weights(
         of_draft = open_weights(config.draft, backend.device, plan.dtype, partial(on_progress, "draft"))
         refuse_foreign_tensors(of_draft.names, biases=shape.decoder.qkv_bias)
     check_weights(plan, stored, of_draft, backend, comm)
-    backend.retain_allocator_memory()
     family, target_layer_ids = target_class(plan.model_type), shape.target_layer_ids if shape else ()
     target = family(plan.target, stored, backend, target_layer_ids, comm)
     stored.close()
@@ -215,7 +212,7 @@ def traced_forward(config: EngineConfig, open_weights: OpenWeights = Safetensors
     return _load(*own, lambda *_: None, lambda *folder: Shapes(open_weights(*folder)), lambda _: Rank())[0].forward
 
 
-def _warm(runner: ModelRunner, plan: Plan, tuned: dict[str, str], on_progress: Progress) -> Engine:
+def _warm(runner: ModelRunner, plan: Plan, on_progress: Progress) -> Engine:
     """Run a request, time steps if their costs decide, and return the engine."""
     config, sizes, backend, states = plan.config, plan.sizes, runner.backend, runner.pools[0].states
     # A step may be launched before the last one is read if all of it comes from graphs, with lengths from the device.
@@ -251,4 +248,4 @@ def _warm(runner: ModelRunner, plan: Plan, tuned: dict[str, str], on_progress: P
     if config.cache_events:
         serving.scheduler.pool.events = CacheEvents()
     shapes = plan.target, plan.draft, states
-    return Engine(serving, sizes, str(backend.device), name_of(plan.dtype), *shapes, plan.compiles, tuned)
+    return Engine(serving, sizes, str(backend.device), name_of(plan.dtype), *shapes, plan.compiles)

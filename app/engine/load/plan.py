@@ -90,8 +90,6 @@ def make_plan(config: EngineConfig, models: Checkpoints, backend: Backend) -> Pl
     dtype = dtype_of(config, target, backend)
     check(Facts(config, target, draft, name_of(dtype)))
     compiles = is_compiled(config, backend, target, dtype)
-    if delta := target.gated_delta:
-        backend.check_gated_delta(delta.num_v_heads, delta.k_head_dim, delta.v_head_dim)
     block_size = draft.block_size if draft else 1
     sizes = settle_sizes(config, block_size, target.max_position_embeddings, backend.defaults)
     graph_sizes = _graph_sizes(config, sizes, backend)

@@ -49,8 +49,8 @@ def load_experts(layer: LayerSource, moe: MoeConfig) -> ExpertWeights:
         gate_up,
         down,
         layer.get(f"mlp.{layout.router}.bias", count).float(),
-        layer.backend.pack_expert_bias(gate_up_bias),
-        layer.backend.pack_expert_bias(layer.get_summed("mlp.experts.down_proj_bias", count, hidden)),
+        gate_up_bias.float(),
+        layer.get_summed("mlp.experts.down_proj_bias", count, hidden).float(),
     )
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
+from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.comm.comm import Comm, Meeting
 from app.engine.comm.device import DeviceComm
 from app.engine.device import accelerator
@@ -70,7 +71,7 @@ class NpuBackend(Backend):
             unrolled = 1
         return rules.GRAPH_STREAMS // (1 + unrolled)
 
-    def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
+    def check(self, decoder: DecoderConfig, block_size: int, page_size: int, dtype: torch.dtype) -> None:
         if dtype not in self.dtypes:
             name = str(dtype).removeprefix("torch.")
             raise UnsupportedError(f"--dtype {name}: attention on an NPU is done in bfloat16")
@@ -80,11 +81,13 @@ class NpuBackend(Backend):
             raise UnsupportedError(f"a block of {block_size} rows: {most}; {fewer}")
         if page_size % rules.PAGE_SIZE:
             raise UnsupportedError(f"--page-size {page_size}: an NPU wants a multiple of {rules.PAGE_SIZE}")
-        if head_dim not in rules.HEAD_DIMS:
+        if decoder.head_dim not in rules.HEAD_DIMS:
             taken = ", ".join(map(str, rules.HEAD_DIMS))
-            raise UnsupportedError(f"head_dim {head_dim}: an NPU's attention takes {taken}")
+            raise UnsupportedError(f"head_dim {decoder.head_dim}: an NPU's attention takes {taken}")
+        if decoder.moe:
+            self._check_experts(decoder.moe, decoder.hidden_size)
 
-    def check_experts(self, config: MoeConfig, hidden_size: int) -> None:
+    def _check_experts(self, config: MoeConfig, hidden_size: int) -> None:
         if config.num_experts < rules.MIN_EXPERTS:
             least = f"an NPU's grouped product takes at least {rules.MIN_EXPERTS} (N35)"
             raise UnsupportedError(f"target: num_experts {config.num_experts}: {least}")
@@ -227,10 +230,6 @@ class NpuBackend(Backend):
         """Return memory of [E, in, out], seen as [E, out, in], because `npu_grouped_matmul` reads that order (N35)."""
         return like.new_empty(num_experts, in_features, out_features).transpose(1, 2)
 
-    def pack_expert_bias(self, bias: Tensor) -> Tensor:
-        """Return fp32, which `npu_grouped_matmul` reads (N35)."""
-        return bias.float()
-
     def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
         """Return `Backend.moe`. The rows of each expert are counted on the device, so a graph can hold it.
 
@@ -262,10 +261,6 @@ class NpuBackend(Backend):
     def commit_and_verify(self, step: GatedDeltaStep) -> Tensor:
         return commit_and_verify(step, l2norm)
 
-    def high_half(self, x: Tensor) -> Tensor:
-        """Return `Backend.high_half` without a shift, because shifts run on the device's host processor (N32)."""
-        return x.contiguous().view(torch.int16).unflatten(-1, (-1, 2))[..., 1].to(torch.int32) & 0xFFFF
-
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> NpuGraph:
         """Capture with the longest KV that the page tables have room for, because workspaces may depend on it."""
         plans: list[dict[AttentionMask, AttentionPlan]] = [meta.plans for meta in metas]
@@ -284,13 +279,15 @@ class NpuBackend(Backend):
         return explain(str(error))
 
     def upload(self, host: Tensor, to: Tensor) -> None:
-        accelerator.upload(host, to)
+        """Queue `Backend.upload`. The host waits unless the copy is pinned and non-blocking, both (N24)."""
+        to.copy_(host.pin_memory(), non_blocking=True)
 
     def start_download(self, x: Tensor) -> Callable[[], Tensor]:
         return accelerator.start_download(x, torch_npu.npu)
 
     def memory(self) -> tuple[int, int]:
-        return accelerator.memory(self.device, torch_npu.npu)
+        free, total = torch_npu.npu.mem_get_info(self.device)
+        return free, total
 
     def peak_memory(self, run: Callable[[], object]) -> int:
         return accelerator.peak_memory(run, torch_npu.npu)

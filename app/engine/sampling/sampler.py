@@ -136,7 +136,8 @@ class Sampler:
         return drawn
 
     def _mix(self, x: Tensor) -> Tensor:
-        """Apply `noise._mix` to int32, where multiplication wraps."""
-        for factor in FACTORS:
-            x = (x ^ self._backend.high_half(x)) * signed(factor)
-        return x ^ self._backend.high_half(x)
+        """Apply `noise._mix` to int32, where multiplication wraps, without shifts, which an NPU's host makes (N32)."""
+        for factor in (*FACTORS, None):
+            x = x ^ (x.contiguous().view(torch.int16).unflatten(-1, (-1, 2))[..., 1].to(torch.int32) & 0xFFFF)
+            x = x if factor is None else x * signed(factor)
+        return x

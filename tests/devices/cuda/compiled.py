@@ -26,7 +26,7 @@ from triton.runtime import driver
 from app.engine.cuda import experts, products
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.invariant import InvariantCudaBackend
-from app.engine.device.base import AttentionMask, AttentionMetadata, ContextRows, LayerKv, ProjectedRows
+from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv, ProjectedRows
 from app.engine.device.gated_delta import GatedDeltaStep
 from app.engine.device.moe import ExpertWeights, MoeConfig
 from tools.lab.random_weights import BLOCK_SIZE, DRAFT_LAYERS, TARGETS
@@ -106,9 +106,9 @@ def launch_all(config: dict[str, Any], backend: CudaBackend) -> None:
         backend.add_rms_norm(empty(rows, hidden), empty(rows, hidden), empty(hidden), 1e-6)
         backend.rms_norm(empty(rows, hidden), empty(hidden), 1e-6)
         backend.gated_mlp(empty(rows, hidden), empty(2 * inner, hidden), empty(hidden, inner))
-        context = empty(rows, DRAFT_LAYERS, 2, kv_heads, dim)
-        k_norms, slot_mapping = empty(DRAFT_LAYERS, dim), numbers(rows * DRAFT_LAYERS)
-        backend.context_into_kv(ContextRows(context, k_norms, empty(dim), 1e-6, rotation, kv, slot_mapping))
+        context, slot_mapping = empty(rows * DRAFT_LAYERS, 2 * kv_heads, dim), numbers(rows * DRAFT_LAYERS)
+        norms = empty(dim), empty(DRAFT_LAYERS, dim)
+        backend.context_into_kv(ProjectedRows(context, *norms, 1e-6, rotation, kv, slot_mapping))
         backend.positions_and_slots(numbers(rows), numbers(num_seqs), numbers(rows), table, 16)
         backend.embed_blocks(numbers(num_seqs), 151669, BLOCK_SIZE, empty(config["vocab_size"], hidden))
         choices, drafts = empty(rows, dtype=torch.int64), numbers(num_seqs, BLOCK_SIZE - 1)

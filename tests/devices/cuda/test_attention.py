@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,9 +10,9 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.cuda import attention, launch
-from app.engine.cuda.attention import TILE_ROWS, Geometry, geometry, paged_attention
+from app.engine.cuda.attention import TILE_ROWS, Geometry, Heads, geometry, paged_attention
 from app.engine.cuda.backend import CudaBackend
-from app.engine.device.base import AttentionMask, AttentionMetadata, Heads, LayerKv
+from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
 from app.engine.dflash.self_test import check_attention
 from app.engine.errors import UnsupportedError
 from app.engine.step.graph_plan import settle_graph_sizes
@@ -251,10 +252,10 @@ def test_start_up_checks_pass_and_find_a_draft_attention_that_stays_causal(backe
 
 
 def test_what_the_kernels_cannot_do_is_refused_by_name(backend):
-    backend.check(128, 16, 16, torch.bfloat16)
+    backend.check(SimpleNamespace(head_dim=128, gated_delta=None), 16, 16, torch.bfloat16)
     for head_dim, block_size, said in (
         (96, 16, "head_dim 96"),
         (128, 17, "block of 17 rows.*--num-speculative-tokens 15"),
     ):
         with pytest.raises(UnsupportedError, match=said):
-            backend.check(head_dim, block_size, 16, torch.bfloat16)
+            backend.check(SimpleNamespace(head_dim=head_dim, gated_delta=None), block_size, 16, torch.bfloat16)

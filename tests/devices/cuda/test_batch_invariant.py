@@ -12,7 +12,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from app.engine.cuda import attention, products
 from app.engine.cuda.invariant import InvariantCudaBackend
-from app.engine.device.base import AttentionMask, Heads, LayerKv, ProjectedRows
+from app.engine.device.base import AttentionMask, LayerKv, ProjectedRows
 from app.engine.errors import UnsupportedError
 from tests.devices.cuda.engines import DENSE, GRAPHS, engine, requests, use_kernels
 from tests.fast.engine.lossless import run_engine
@@ -180,7 +180,7 @@ def test_such_attention_is_a_softmax_over_each_sequences_own_tokens(backend, mon
 )
 def test_a_long_context_is_read_by_many_programs_until_these_fill_the_device_or_memory(seqs, width, tokens, programs):
     """8 KV heads of 128 and 132 multiprocessors. 16 blocks would keep 336 MB."""
-    at = attention.geometry([width] * seqs, Heads(32, 8, 128), torch.bfloat16, 132, fixed=True)
+    at = attention.geometry([width] * seqs, attention.Heads(32, 8, 128), torch.bfloat16, 132, fixed=True)
     assert attention.splits_of_chunks(at, seqs * width * 32 * 128, tokens) == (programs, -(-tokens // attention.CHUNK))
 
 

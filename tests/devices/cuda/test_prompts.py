@@ -3,6 +3,7 @@
 import itertools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,7 +114,7 @@ def test_start_up_tries_the_kernel_and_one_that_is_wrong_or_raises_is_not_used(m
     monkeypatch.setattr(prefill, "_kernel", lambda: lambda *args, **how: varlen_attn(*args, **how, **wrong))
     backend = backend_of(packs=True)
     with caplog.at_level("INFO"):
-        backend.check(16, 16, 16, torch.bfloat16)
+        backend.check(SimpleNamespace(head_dim=16, gated_delta=None), 16, 16, torch.bfloat16)
     assert backend.packs_prompts == (not wrong) and ("varlen_attn" in caplog.text) == bool(wrong)
     assert reason in prefill.why_not(CPU, torch.bfloat16, 16)
 

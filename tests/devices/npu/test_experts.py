@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,13 +40,12 @@ def test_a_mixture_is_the_reference_and_the_host_waits_for_nothing(numerics, cha
     generator = torch.Generator().manual_seed(0)
     shapes = [(8, 24), (8, 32, 24), (8, 24, 16), *([(8,), (8, 32), (8, 24)] if moe.has_bias else [])]
     tensors = [torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for shape in shapes]
-    kinds = [torch.float32, dtype, dtype, torch.float32, dtype, dtype]
+    kinds = [torch.float32, dtype, dtype, *[torch.float32] * 3]
     tensors = [tensor.to(kind) for tensor, kind in zip(tensors, kinds, strict=False)]
     x = torch.randn(5, 24, generator=generator).to(dtype)
     on_npu = [tensor.to("npu:0") for tensor in tensors]
     for i in (1, 2):
         on_npu[i] = backend.empty_experts(on_npu[i], *tensors[i].shape).copy_(on_npu[i])
-    on_npu[4:] = map(backend.pack_expert_bias, on_npu[4:])
     rows = x.to("npu:0")
     with traced() as trace:
         found = backend.moe(rows, ExpertWeights(*on_npu), moe)
@@ -68,11 +68,16 @@ def test_a_mixture_is_the_reference_and_the_host_waits_for_nothing(numerics, cha
 )
 def test_sizes_that_the_operators_do_not_take_are_refused_by_name(changes: dict[str, int], named: str) -> None:
     backend = NpuBackend(torch.device("npu:0"))
-    backend.check_experts(MOE, 24)
+
+    def check(moe: MoeConfig, hidden_size: int) -> None:
+        decoder = SimpleNamespace(head_dim=128, moe=moe, hidden_size=hidden_size)
+        backend.check(decoder, 16, 128, torch.bfloat16)
+
+    check(MOE, 24)
     with pytest.raises(UnsupportedError, match=named):
-        backend.check_experts(replace(MOE, **changes), 24)
+        check(replace(MOE, **changes), 24)
     with pytest.raises(UnsupportedError, match="hidden_size 65536"):
-        backend.check_experts(MOE, 65536)
+        check(MOE, 65536)
 
 
 def test_biases_and_sinks_are_cast_once_when_they_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

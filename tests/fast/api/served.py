@@ -63,7 +63,6 @@ INFO = {
     "state_cache_bytes": 0,
     "num_state_checkpoints": 0,
     "tensor_parallel_size": 1,
-    "tuned": {"linear 12288 x 4096, float32": "own"},
     "draft_config": {"layers": "2", "masks": "1 causal, window 2048; 1 bidirectional"},
 }
 PATIENCE = 300.0

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -197,7 +198,7 @@ def test_float16_and_all_dtypes_without_the_operator_are_pytorchs(monkeypatch, m
     backend = CpuBackend(CPU)
     for dtype in (torch.float16, torch.float32):
         batch = Paged([2, 2], [20, 33], dim=64, dtype=dtype, garbage=0.0)
-        backend.check(64, 1, 16, dtype)
+        backend.check(SimpleNamespace(head_dim=64), 1, 16, dtype)
         batch.meta.plans[CAUSAL] = backend.plan_attention(batch.meta, CAUSAL, 2)
         assert (batch.meta.plans[CAUSAL] is None) == (not missing and dtype == torch.float32)
         found = backend.attention(batch.q, batch.kv, batch.meta, CAUSAL)

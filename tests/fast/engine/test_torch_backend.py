@@ -493,5 +493,5 @@ def test_glibc_is_asked_to_keep_what_a_step_gives_back(monkeypatch, accepted, as
     calls = []
     glibc = SimpleNamespace(mallopt=lambda name, value: calls.append((name, value)) or int(name in accepted))
     monkeypatch.setattr("app.engine.cpu.backend.ctypes.CDLL", lambda _: glibc)
-    make_backend("cpu").retain_allocator_memory()
+    make_backend("cpu")
     assert calls == asked
