@@ -20,6 +20,7 @@ import zmq
 from app import log
 from app.config.engine import EngineConfig
 from app.engine.compile.later import Compiling
+from app.engine.dflash.startup_log import report
 from app.engine.errors import UnsupportedError, last_words
 from app.engine.host_cores import use_own_cores
 from app.engine.load.engine import Engine, Progress, build_engine
@@ -225,7 +226,7 @@ def _info(engine: Engine, config: EngineConfig) -> EngineInfo:
         max_num_seqs=sizes.max_num_seqs,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         vocab_size=engine.target.vocab_size,
-        draft_config=draft.report() if draft else {},
+        draft_config=report(draft) if draft else {},
         state_bytes=engine.states.nbytes - engine.states.checkpoint_bytes if engine.states else 0,
         state_cache_bytes=engine.states.checkpoint_bytes if engine.states else 0,
         num_state_checkpoints=engine.states.num_checkpoints if engine.states else 0,

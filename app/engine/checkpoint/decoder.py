@@ -1,6 +1,7 @@
 """The shape of a decoder of any family, with its RoPE. A field that would be run wrongly is refused by name."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from app.engine.checkpoint.fields import Raw, fields, flag, number, only, positive
@@ -20,12 +21,15 @@ _SCALING_KEYS = {
 }
 
 
-def decoder_config(raw: Raw, *, experts: bool = False, **traits: Any) -> DecoderConfig:
-    """Return the sizes in a config.json. `traits` are fields of the result that the family knows.
+def decoder_config(
+    raw: Raw, *, experts: Mapping[str, Any] | None = None, quantised: tuple[str, ...] = (), **traits: Any
+) -> DecoderConfig:
+    """Return the sizes in a config.json, of a family that may be `quantised` by these methods. `traits` are fields of
+    the result that the family knows, and `experts` those of its experts, None for a family without.
 
-    Raises UnsupportedError naming a field that would be run wrongly, like those of experts without `experts`.
+    Raises UnsupportedError naming a field that would be run wrongly.
     """
-    _refuse_variants(raw, experts)
+    _refuse_variants(raw, experts is not None, quantised)
     hidden, heads = positive(raw, "hidden_size"), positive(raw, "num_attention_heads")
     num_layers = positive(raw, "num_hidden_layers")
     kv_heads = positive(raw, "num_key_value_heads", heads)
@@ -48,7 +52,7 @@ def decoder_config(raw: Raw, *, experts: bool = False, **traits: Any) -> Decoder
         max_position_embeddings=longest,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"),
-        moe=_experts(raw) if experts else None,
+        moe=None if experts is None else _experts(raw, experts),
         **traits,
     )
 
@@ -75,9 +79,7 @@ def rope_config(raw: Raw, head_dim: int) -> tuple[RopeConfig, int]:
     """Return RoPE by `rope_scaling` and `rope_parameters`, and the longest context with it. Raises UnsupportedError."""
     rope = fields(raw, "rope_scaling") | fields(raw, "rope_parameters")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in list(_SCALING_KEYS):
-        supported = ", ".join(_SCALING_KEYS)
-        raise UnsupportedError(f"RoPE scaling of type {kind!r} is not supported yet; supported: {supported}")
+    only({"rope_type": kind}, rope_type=tuple(_SCALING_KEYS))
     if unknown := sorted(set(rope) - _ROPE_KEYS - _SCALING_KEYS[kind]):
         raise UnsupportedError(f"RoPE parameter {unknown[0]} = {rope[unknown[0]]!r} of {kind} is not supported yet")
     dim = positive(rope, "rope_dim", head_dim)
@@ -104,21 +106,21 @@ def rope_config(raw: Raw, head_dim: int) -> tuple[RopeConfig, int]:
     return RopeConfig(theta, scaling, None if dim == head_dim else dim, adjacent_pairs=False in styles), longest
 
 
-def _refuse_variants(raw: Raw, experts: bool) -> None:
+def _refuse_variants(raw: Raw, experts: bool, quantised: tuple[str, ...]) -> None:
     if raw.get("use_sliding_window") is not False:
         only(raw, use_sliding_window=(), sliding_window=())
     kinds = raw.get("layer_types")
     if not isinstance(kinds, list) or set(map(str, kinds)) != {"full_attention"}:
         only(raw, layer_types=())
-    if raw.get("quantization_config") is not None:
-        method = raw["quantization_config"]
-        method = method.get("quant_method") if isinstance(method, dict) else method
-        raise UnsupportedError(f"quantization_config.quant_method = {method!r} is not supported yet")
+    if (method := raw.get("quantization_config")) is not None:
+        method = method.get("quant_method") if isinstance(method, Mapping) else method
+        if method not in quantised:
+            raise UnsupportedError(f"quantization_config.quant_method = {method!r} is not supported yet")
     only(raw, mlp_bias=(False,), partial_rotary_factor=(1.0,), final_logit_softcapping=(), attn_logit_softcapping=())
     only(raw, hidden_act=("silu",), **({} if experts else dict.fromkeys(_NUM_EXPERTS, (0,))))
 
 
-def _experts(raw: Raw) -> MoeConfig | None:
+def _experts(raw: Raw, known: Mapping[str, Any]) -> MoeConfig | None:
     """Return the mixture of experts, or None without one. Raises UnsupportedError for sizes that do not fit."""
     if not (given := {name: raw[name] for name in _NUM_EXPERTS if raw.get(name)}):
         return None
@@ -135,5 +137,5 @@ def _experts(raw: Raw) -> MoeConfig | None:
         if positive(raw, field) % EXPERTS_ALIGNMENT:
             raise UnsupportedError(f"{field} {raw[field]} is no multiple of {EXPERTS_ALIGNMENT}")
     layers = tuple(i for i in range(raw["num_hidden_layers"]) if i in dense or (i + 1) % every)
-    normed, inner = bool(flag(raw, "norm_topk_prob")), positive(raw, size_field)
-    return MoeConfig(count, chosen, inner, normed, dense_layers=layers)
+    traits: dict[str, Any] = {"norm_topk_prob": bool(flag(raw, "norm_topk_prob")), **known}
+    return MoeConfig(count, chosen, positive(raw, size_field), dense_layers=layers, **traits)

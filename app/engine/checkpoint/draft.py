@@ -52,11 +52,6 @@ _TENSOR = re.compile(
 _BIAS = re.compile(r"layers\.\d+\.self_attn\.[qkvo]_proj\.bias")
 
 
-def is_draft(raw: Raw) -> bool:
-    """Return True if a config.json is a DFlash draft's."""
-    return "dflash_config" in raw or "speculators_model_type" in raw
-
-
 @naming("draft")
 def draft_config(
     raw: Raw,
@@ -120,8 +115,8 @@ def _flattened(raw: Raw) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(inner, dict):
         made = f"(architectures: {raw.get('architectures')})"
         raise UnsupportedError(f"config.json has no dflash_config, so this is no DFlash draft {made}")
-    inner = {name if name in _INNER_KEYS else f"dflash_config.{name}": value for name, value in inner.items()}
-    inner = {name: value for name, value in inner.items() if value is not None}
+    given = {name: value for name, value in inner.items() if value is not None}
+    inner = {name if name in _INNER_KEYS else f"dflash_config.{name}": value for name, value in given.items()}
     warnings = [
         f"{name} is {raw[name]!r} in config.json and {value!r} in its dflash_config, which is used"
         for name, value in inner.items()
@@ -202,18 +197,15 @@ def _block_size(keys: Raw, wanted: int | None, first_draft_row: int) -> int:
 
 def _target_layer_ids(ids: Any, num_layers: int, num_target_layers: int) -> tuple[int, ...]:
     """Return the taps, by default the middle layer, or one for each of the draft's layers, evenly from 1 to N - 3."""
-    last = num_target_layers - 2
+    last, why = num_target_layers - 2, ""
     if ids is None:
+        why = ", the default, because config.json names none"
         steps = [i / (num_layers - 1) for i in range(num_layers)] if num_layers > 1 else []
-        chosen = [round(1 + (num_target_layers - 4) * step) for step in steps] or [num_target_layers // 2]
-        if chosen != sorted(set(chosen)) or chosen[-1] > last:
-            why = f"a target of {num_target_layers} layers is too small for the default of a draft of {num_layers}"
-            raise UnsupportedError(f"config.json names no target_layer_ids, and {why}")
-        return tuple(chosen)
+        ids = [round(1 + (num_target_layers - 4) * step) for step in steps] or [num_target_layers // 2]
     are_layers = isinstance(ids, list) and ids and all(type(i) is int and 0 <= i <= last for i in ids)
     if not are_layers or ids != sorted(set(ids)):
         wanted = f"a list of layer numbers that ascend without repeats in 0..{last}, the last layer excluded"
-        raise UnsupportedError(f"target_layer_ids must be {wanted}, found {ids!r}")
+        raise UnsupportedError(f"target_layer_ids must be {wanted}, found {ids!r}{why}")
     return tuple(ids)
 
 

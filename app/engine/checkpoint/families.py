@@ -1,10 +1,10 @@
 """The families of targets. A family is a line of FAMILIES, and a class in app/engine/models if its layers differ."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from app.engine.checkpoint.decoder import decoder_config, layer_kinds, layer_masks
 from app.engine.checkpoint.fields import Raw, fields, naming, number, only, positive, without
@@ -30,13 +30,11 @@ def target_config(raw: Raw) -> DecoderConfig:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         supported = ", ".join(f"{name!r} ({family.name})" for name, family in FAMILIES.items())
         raise UnsupportedError(f"model_type {model_type!r} is not supported yet; supported: {supported}")
-    return FAMILIES[model_type].read(raw)
+    return replace(FAMILIES[model_type].read(raw), model_type=model_type)
 
 
 def _gpt_oss(raw: Raw) -> DecoderConfig:
-    method = raw.get("quantization_config") or {}
-    method = method.get("quant_method") if isinstance(method, Mapping) else method
-    only({**raw, "quant_method": method}, quant_method=("mxfp4",), swiglu_alpha=(SWIGLU_ALPHA,))
+    only(raw, swiglu_alpha=(SWIGLU_ALPHA,))
     rope = fields(raw, "rope_parameters") or fields(raw, "rope_scaling")
     for field, value in {
         "num_local_experts": raw.get("num_experts") or raw.get("num_local_experts"),
@@ -49,12 +47,11 @@ def _gpt_oss(raw: Raw) -> DecoderConfig:
     num_layers = positive(raw, "num_hidden_layers")
     kinds = raw.get("layer_types") or (["sliding_attention", "full_attention"] * num_layers)[:num_layers]
     masks = layer_masks(kinds, raw.get("sliding_window", 128), num_layers, causal=True)
-    shared = without(raw, ("layer_types", "sliding_window", "quantization_config"))
-    config = decoder_config(shared, experts=True, sinks=True, masks=masks)
-    assert config.moe is not None
+    shared = without(raw, ("layer_types", "sliding_window"))
     limit = number(raw, "swiglu_limit", 7.0) if raw.get("swiglu_limit", 7.0) is not None else math.inf
     # Weights of experts are a softmax over the chosen ones.
-    return replace(config, moe=replace(config.moe, norm_topk_prob=True, has_bias=True, swiglu_limit=limit))
+    experts = {"norm_topk_prob": True, "has_bias": True, "swiglu_limit": limit}
+    return decoder_config(shared, experts=experts, quantised=("mxfp4",), sinks=True, masks=masks)
 
 
 def _hybrid(raw: Raw, *, experts: bool = False) -> DecoderConfig:
@@ -74,20 +71,18 @@ def _hybrid(raw: Raw, *, experts: bool = False) -> DecoderConfig:
     head_dim = positive(text, "head_dim", positive(text, "hidden_size") // positive(text, "num_attention_heads"))
     rope = without(rope, noise) | {"rope_dim": int(head_dim * share)}
     plain = without(text, ("layer_types", *noise)) | {"rope_parameters": rope}
-    if text.get("num_experts"):  # in every layer, with weights that always sum to 1
+    known: dict[str, Any] | None = {} if experts else None
+    if experts and text.get("num_experts"):  # in every layer, with weights that always sum to 1
         only(text, mlp_only_layers=([],), decoder_sparse_step=(1,), norm_topk_prob=(True,))
-        plain |= {"norm_topk_prob": True, "intermediate_size": text.get("moe_intermediate_size")}
-    config = decoder_config(plain, experts=experts, qk_norm=True, gated_delta=_gated_delta(text))
-    moe = config.moe and replace(config.moe, shared_size=positive(text, "shared_expert_intermediate_size"))
-    return replace(config, moe=moe)
+        plain |= {"intermediate_size": text.get("moe_intermediate_size")}
+        known = {"norm_topk_prob": True, "shared_size": positive(text, "shared_expert_intermediate_size")}
+    return decoder_config(plain, experts=known, qk_norm=True, gated_delta=_gated_delta(text))
 
 
 def _gated_delta(text: Raw) -> GatedDeltaConfig:
     num_layers, every = positive(text, "num_hidden_layers"), positive(text, "full_attention_interval", 4)
-    kinds = text.get("layer_types")
-    if kinds is None:
-        kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
-    kinds = layer_kinds(kinds, num_layers, ("linear_attention", "full_attention"))
+    usual = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
+    kinds = layer_kinds(text.get("layer_types") or usual, num_layers, ("linear_attention", "full_attention"))
     if len(set(kinds)) < 2:
         raise UnsupportedError(f"layer_types must be linear_attention and full_attention, both, found {kinds[0]}")
     sizes = GatedDeltaConfig(
@@ -109,7 +104,7 @@ def _gated_delta(text: Raw) -> GatedDeltaConfig:
 _hybrid_experts = partial(_hybrid, experts=True)
 FAMILIES: dict[str, Family] = {
     "qwen3": Family("dense Qwen3", "target.Target", partial(decoder_config, qk_norm=True)),
-    "qwen3_moe": Family("Qwen3 with experts", "target.Target", partial(decoder_config, qk_norm=True, experts=True)),
+    "qwen3_moe": Family("Qwen3 with experts", "target.Target", partial(decoder_config, qk_norm=True, experts={})),
     "llama": Family("Llama 3", "target.Target", decoder_config),
     "gpt_oss": Family("gpt-oss", "gpt_oss.GptOss", _gpt_oss),
     "qwen2": Family("Qwen2 and Qwen2.5", "target.Target", partial(decoder_config, qkv_bias=True)),

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -136,6 +136,16 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
             which = f"tensor {quantised} is of weights that are quantised ({quantisation})"
             raise UnsupportedError(f"{folder}: {which}, which are not supported yet; give the model in bfloat16")
     return stored
+
+
+def find_tensor(stored: Mapping[str, StoredTensor], folder: Path, name: str, shape: Sequence[int]) -> StoredTensor:
+    """Return a tensor's place. Raises UnsupportedError if it is missing, or has another shape than config.json says."""
+    if name not in stored:
+        raise UnsupportedError(f"{folder}: tensor {name} is missing; {_AGAIN}")
+    if stored[name].shape != list(shape):
+        both = f"{name} has shape {stored[name].shape}, but config.json wants {list(shape)}"
+        raise UnsupportedError(f"{folder}: tensor {both}; config.json and weights are of different models")
+    return stored[name]
 
 
 def _weight_map(folder: Path, single: Path) -> dict[str, str]:

@@ -1,26 +1,15 @@
 """The reader of checkpoints: folders by name, and the shapes of both models, checked against their files' headers."""
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from app.config.engine import EngineConfig
-from app.engine.checkpoint.draft import draft_config, is_draft, refuse_foreign_tensors
+from app.engine.checkpoint.draft import draft_config, refuse_foreign_tensors
 from app.engine.checkpoint.families import target_config
-from app.engine.checkpoint.files import TOKENIZER_FILES, StoredTensor, find_folder, read_config, read_tensors, token_id
+from app.engine.checkpoint.files import TOKENIZER_FILES, find_folder, find_tensor, read_config, read_tensors, token_id
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.errors import UnsupportedError
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoints:
-    """Shapes of a target, whose family is `model_type`, and of its draft if there is one."""
-
-    target: DecoderConfig
-    model_type: str
-    draft: DFlashConfig | None
 
 
 def find_models(model: str, draft_model: str | None, *, speculation: bool) -> tuple[Path, Path | None]:
@@ -33,10 +22,10 @@ def find_models(model: str, draft_model: str | None, *, speculation: bool) -> tu
     return target, None
 
 
-def read_checkpoints(config: EngineConfig) -> Checkpoints:
+def read_checkpoints(config: EngineConfig) -> tuple[DecoderConfig, DFlashConfig | None]:
     """Return the shapes of both models. Raises UnsupportedError for what would be run wrongly, --max-model-len too."""
     raw = read_config(config.target)
-    if is_draft(raw):
+    if raw.keys() & {"dflash_config", "speculators_model_type"}:
         raise UnsupportedError(f"{config.target} is a DFlash draft: give it as --draft-model, and its target as MODEL")
     target, draft = target_config(raw), None
     if config.draft:
@@ -50,24 +39,26 @@ def read_checkpoints(config: EngineConfig) -> Checkpoints:
             f"--max-model-len {config.max_model_len} is outside 2..{limit}: max_position_embeddings in "
             f"{config.target / 'config.json'} allows {limit}; a longer context needs rope_scaling of type yarn there"
         )
-    return Checkpoints(target, raw["model_type"], draft)
+    return target, draft
 
 
 def check_checkpoints(config: EngineConfig) -> None:
     """Raise UnsupportedError for configs, headers of weights or a tokenizer that the engine cannot load."""
-    models = read_checkpoints(config)
-    target = models.target
+    target, draft = read_checkpoints(config)
     if not any((config.target / name).is_file() for name in TOKENIZER_FILES):
         looked = f"no tokenizer; looked for {', '.join(TOKENIZER_FILES)}"
         raise UnsupportedError(f"{config.target}: {looked}; copy the tokenizer files of the model next to its weights")
     ends = ["embed_tokens"] if target.tie_word_embeddings else ["embed_tokens", "lm_head"]
     wanted = _layers(target) | {name: [target.vocab_size, target.hidden_size] for name in ends}
-    _compare(config.target, read_tensors(config.target), wanted)
-    if config.draft and models.draft:
-        decoder, stored = models.draft.decoder, read_tensors(config.draft)
-        refuse_foreign_tensors(stored, biases=decoder.qkv_bias)
-        hidden, taps = decoder.hidden_size, len(models.draft.target_layer_ids) * models.draft.target_hidden_size
-        _compare(config.draft, stored, _layers(decoder) | {"hidden_norm": [hidden], "fc": [hidden, taps]})
+    stored = read_tensors(config.target)
+    for name, shape in wanted.items():
+        find_tensor(stored, config.target, f"{name}.weight", shape)
+    if config.draft and draft:
+        stored, hidden = read_tensors(config.draft), draft.decoder.hidden_size
+        refuse_foreign_tensors(stored, biases=draft.decoder.qkv_bias)
+        taps = len(draft.target_layer_ids) * draft.target_hidden_size
+        for name, shape in (_layers(draft.decoder) | {"hidden_norm": [hidden], "fc": [hidden, taps]}).items():
+            find_tensor(stored, config.draft, f"{name}.weight", shape)
 
 
 def _layers(config: DecoderConfig) -> dict[str, list[int]]:
@@ -86,14 +77,3 @@ def _layers(config: DecoderConfig) -> dict[str, list[int]]:
             shapes["mlp.down_proj"] = [hidden, inner]
         wanted |= {f"layers.{i}.{name}": shape for name, shape in shapes.items()}
     return wanted
-
-
-def _compare(folder: Path, stored: Mapping[str, StoredTensor], wanted: Mapping[str, list[int]]) -> None:
-    """Raise UnsupportedError unless each weight that is wanted is stored, in its shape."""
-    if missing := [name for name in wanted if f"{name}.weight" not in stored]:
-        which = f"{missing[0]}.weight is missing, one of {len(missing)} that config.json wants"
-        raise UnsupportedError(f"{folder}: tensor {which}; download it again")
-    for name, shape in ((f"{name}.weight", shape) for name, shape in wanted.items()):
-        if stored[name].shape != shape:
-            both = f"{name} has shape {stored[name].shape}, but config.json wants {shape}"
-            raise UnsupportedError(f"{folder}: tensor {both}; config.json and weights are of different models")

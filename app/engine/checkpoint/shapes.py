@@ -107,7 +107,8 @@ class DecoderConfig:
 
     `masks` are of each layer's attention. With `sinks` each head has a logit without a value in its softmax. With
     `qk_norm` each head of q and k is normed. `max_position_embeddings` is the longest context, after RoPE scaling.
-    `moe` is None if every layer has a dense MLP, and `gated_delta` if every layer has attention.
+    `moe` is None if every layer has a dense MLP, and `gated_delta` if every layer has attention. `model_type` is a
+    target's family.
     """
 
     hidden_size: int
@@ -129,6 +130,7 @@ class DecoderConfig:
     qk_norm: bool = False
     moe: MoeConfig | None = None
     gated_delta: GatedDeltaConfig | None = None
+    model_type: str = ""
 
     def shard(self, size: int) -> "DecoderConfig":
         """Return the sizes of each of `size` ranks, which share heads and the MLPs. `size` divides these."""
@@ -173,20 +175,3 @@ class DFlashConfig:
     draft_vocab_size: int
     first_draft_row: int = 1
     warnings: tuple[str, ...] = field(default=(), compare=False)
-
-    def report(self) -> dict[str, str]:
-        """Return what was read from the checkpoint's config, for people."""
-        decoder, rope = self.decoder, self.decoder.rope
-        turning = (f", {rope.dim} dims" if rope.dim else "") + (", adjacent pairs" if rope.adjacent_pairs else "")
-        return {
-            "layers": str(decoder.num_layers),
-            "masks": "; ".join(f"{decoder.masks.count(mask)} {mask}" for mask in dict.fromkeys(decoder.masks)),
-            "block": f"{self.block_size - 1} drafts, the first from row {self.first_draft_row}",
-            "taps": f"{','.join(map(str, self.target_layer_ids))} of {self.target_hidden_size}",
-            "mask_token": str(self.mask_token_id),
-            "vocabulary": f"{self.draft_vocab_size} of {decoder.vocab_size}",
-            "hidden_size": str(decoder.hidden_size),
-            "biases": "q, k, v, o" if decoder.o_bias else "q, k, v" if decoder.qkv_bias else "none",
-            "rope": f"{rope.scaling or 'default'}, theta {rope.theta:g}{turning}",
-            "dtype": decoder.dtype,
-        }

@@ -1,4 +1,4 @@
-"""What is logged of a draft at startup."""
+"""What is reported of a draft, at startup and in /server_info."""
 
 import logging
 
@@ -18,4 +18,22 @@ def log_draft(draft: DFlashConfig, dtype: torch.dtype, max_model_len: int) -> No
     if (limit := draft.decoder.max_position_embeddings) < max_model_len:
         text = "draft: its config.json allows %d positions, and --max-model-len is %d: few drafts beyond are right"
         logger.warning(text, limit, max_model_len)
-    logger.info("draft: %s", ", ".join(f"{name} {value}" for name, value in draft.report().items()))
+    logger.info("draft: %s", ", ".join(f"{name} {value}" for name, value in report(draft).items()))
+
+
+def report(draft: DFlashConfig) -> dict[str, str]:
+    """Return what was read from the checkpoint's config, for people."""
+    decoder, rope = draft.decoder, draft.decoder.rope
+    turning = (f", {rope.dim} dims" if rope.dim else "") + (", adjacent pairs" if rope.adjacent_pairs else "")
+    return {
+        "layers": str(decoder.num_layers),
+        "masks": "; ".join(f"{decoder.masks.count(mask)} {mask}" for mask in dict.fromkeys(decoder.masks)),
+        "block": f"{draft.block_size - 1} drafts, the first from row {draft.first_draft_row}",
+        "taps": f"{','.join(map(str, draft.target_layer_ids))} of {draft.target_hidden_size}",
+        "mask_token": str(draft.mask_token_id),
+        "vocabulary": f"{draft.draft_vocab_size} of {decoder.vocab_size}",
+        "hidden_size": str(decoder.hidden_size),
+        "biases": "q, k, v, o" if decoder.o_bias else "q, k, v" if decoder.qkv_bias else "none",
+        "rope": f"{rope.scaling or 'default'}, theta {rope.theta:g}{turning}",
+        "dtype": decoder.dtype,
+    }

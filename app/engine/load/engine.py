@@ -157,7 +157,7 @@ def _read_weights(
         of_draft = open_weights(config.draft, backend.device, plan.dtype, partial(on_progress, "draft"))
         refuse_foreign_tensors(of_draft.names, biases=shape.decoder.qkv_bias)
     check_weights(plan, stored, of_draft, backend, comm)
-    family, target_layer_ids = target_class(plan.model_type), shape.target_layer_ids if shape else ()
+    family, target_layer_ids = target_class(plan.target.model_type), shape.target_layer_ids if shape else ()
     target = family(plan.target, stored, backend, target_layer_ids, comm)
     stored.close()
     if shape is None or of_draft is None:

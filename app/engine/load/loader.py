@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from app.engine.checkpoint.families import FAMILIES
-from app.engine.checkpoint.files import read_tensors
+from app.engine.checkpoint.files import find_tensor, read_tensors
 from app.engine.errors import UnsupportedError
 from app.engine.models.target import Target
 from app.engine.models.weights import Part, Weights
@@ -61,12 +61,7 @@ class SafetensorsWeights:
         return sum(n * (2 if name.endswith("_blocks") else 1) for name, n in numbers.items()) * self._dtype.itemsize
 
     def get(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        if name not in self._files:
-            raise UnsupportedError(f"{self._folder}: tensor {name} is missing")
-        path, stored_name, stored_shape = self._files[name]
-        if tuple(stored_shape) != shape:
-            both = f"{name} has shape {stored_shape}, the config wants {list(shape)}"
-            raise UnsupportedError(f"{self._folder}: tensor {both}")
+        path, stored_name, _ = find_tensor(self._files, self._folder, name, shape)
         if part is None:
             tensor: Tensor = self._open[path].get_tensor(stored_name)
             self._read += tensor.nbytes

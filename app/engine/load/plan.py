@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from app.config.engine import EngineConfig
-from app.engine.checkpoint.read import Checkpoints
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.compile.packages import is_compiled
 from app.engine.device.base import Backend, Defaults
@@ -52,7 +51,6 @@ class Plan:
     on a host, else each has its own. `num_pages` are settled last."""
 
     config: EngineConfig
-    model_type: str
     target: DecoderConfig
     draft: DFlashConfig | None
     dtype: torch.dtype
@@ -84,9 +82,9 @@ class Plan:
         return replace(self, target=self.target.shard(size), draft=draft)
 
 
-def make_plan(config: EngineConfig, models: Checkpoints, backend: Backend) -> Plan:
+def make_plan(config: EngineConfig, models: tuple[DecoderConfig, DFlashConfig | None], backend: Backend) -> Plan:
     """Return the plan of all ranks together. Raises UnsupportedError for a wish that cannot be met."""
-    target, draft = models.target, models.draft
+    target, draft = models
     dtype = dtype_of(config, target, backend)
     check(Facts(config, target, draft, name_of(dtype)))
     compiles = is_compiled(config, backend, target, dtype)
@@ -96,7 +94,7 @@ def make_plan(config: EngineConfig, models: Checkpoints, backend: Backend) -> Pl
     if graph_sizes:
         sizes = replace(sizes, scratch_pages=-(-graph_sizes.max_rows // sizes.page_size))
     sharing = config.tensor_parallel_size if backend.memory_is_host else 1
-    return Plan(config, models.model_type, target, draft, dtype, sizes, graph_sizes, compiles, sharing)
+    return Plan(config, target, draft, dtype, sizes, graph_sizes, compiles, sharing)
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -144,7 +144,7 @@ def test_a_mask_token_that_is_named_by_its_text_is_looked_up(tmp_path: Path) -> 
     with pytest.raises(UnsupportedError, match=r"draft: mask_token '<\|mask\|>' is in no tokenizer\.json"):
         read_checkpoints(EngineConfig(pair.target, pair.draft))
     (pair.target / "tokenizer.json").write_text('{"added_tokens": [{"content": "<|mask|>", "id": 95}]}')
-    draft = read_checkpoints(EngineConfig(pair.target, pair.draft)).draft
+    _, draft = read_checkpoints(EngineConfig(pair.target, pair.draft))
     assert draft is not None and draft.mask_token_id == 95
 
 

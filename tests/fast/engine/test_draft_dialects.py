@@ -11,6 +11,7 @@ import torch
 from app.engine.checkpoint.draft import draft_config
 from app.engine.checkpoint.families import target_config
 from app.engine.compile.aot import Function, _Step
+from app.engine.dflash.startup_log import report
 from app.engine.load.engine import Engine
 from tests.costs import fast_ones
 from tests.fast.engine.device_lengths import device_lengths
@@ -147,9 +148,9 @@ def test_a_speculators_drafts_own_key_wins_over_the_copied_one(tmp_path):
 def test_the_report_of_a_draft_has_all_that_was_read(tmp_path, caplog):
     pair = DIALECTS["speculators"].make(tmp_path)
     with caplog.at_level(logging.INFO):
-        report = engine_of(pair).draft.report()
-    assert report["masks"] == f"1 causal, window {WINDOW}; 1 bidirectional"
-    assert (report["layers"], report["taps"], report["vocabulary"]) == ("2", "0,1,2 of 32", "32 of 97")
-    assert (report["mask_token"], report["dtype"], report["rope"]) == ("96", "float32", "default, theta 10000")
+        found = report(engine_of(pair).draft)
+    assert found["masks"] == f"1 causal, window {WINDOW}; 1 bidirectional"
+    assert (found["layers"], found["taps"], found["vocabulary"]) == ("2", "0,1,2 of 32", "32 of 97")
+    assert (found["mask_token"], found["dtype"], found["rope"]) == ("96", "float32", "default, theta 10000")
     (line,) = [message for message in caplog.messages if message.startswith("draft: ")]
-    assert all(f"{name} {value}" in line for name, value in report.items())
+    assert all(f"{name} {value}" in line for name, value in found.items())

@@ -410,7 +410,7 @@ def changed(folder: Path, **fields: Any) -> dict[str, Any]:
         ({"linear_num_key_heads": None}, "linear_num_key_heads is missing"),
         ({"num_experts": 8}, "num_experts = 8 is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "RoPE scaling of type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type = 'dynamic' is not supported yet"),
         ({"model_type": "qwen4_exp"}, "model_type 'qwen4_exp' is not supported yet"),
         ({**MOE, "norm_topk_prob": False}, "norm_topk_prob = False is not supported"),
         ({**MOE, "mlp_only_layers": [1]}, r"mlp_only_layers = \[1\] is not supported"),

@@ -52,7 +52,7 @@ def test_yarn_makes_the_context_longer_and_llama3_does_not() -> None:
 @pytest.mark.parametrize(
     ("raw", "names"),
     [
-        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported yet; supported: default, llama3"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported yet; supported: 'default'"),
         ({"rope_scaling": {"rope_type": "yarn", **YARN, "mscale": 1.0}}, "mscale = 1.0 of yarn"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "factor is missing"),
         ({"rope_scaling": {"rope_type": "yarn", **YARN, "truncate": 1}}, "truncate must be true or false"),

@@ -512,7 +512,7 @@ def test_the_parts_of_a_tensor_are_the_tensor(weights: Callable[[], SafetensorsW
     assert torch.equal(part(range(16), range(24, 28)), torch.cat((parts[0], parts[1].narrow(axis, 8, 4)), dim=axis))
     assert torch.equal(torch.cat(parts, dim=axis), weights().get(name, *shape))
     assert all(part.is_contiguous() for part in parts)
-    with pytest.raises(UnsupportedError, match=re.escape(f"has shape {list(shape)}, the config wants [7, 7]")):
+    with pytest.raises(UnsupportedError, match=re.escape(f"has shape {list(shape)}, but config.json wants [7, 7]")):
         weights().get(name, 7, 7, part=Part(axis, (range(1),)))
 
 
