@@ -1,13 +1,17 @@
 """Nouns of the parsers: what an output is parsed into, and what a family of models must say of its tool calls."""
 
 import json
+import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 Json = dict[str, Any]
 SPACE = " \t\r\n"
 """JSON's white space. An ideographic space is an indent, and so text."""
+TEXT = r"[ \t\r\n]+|[^< \t\r\n](?:[^<]*[^< \t\r\n])?|<"
+"""Pattern of the lexemes of text, which a `<` begins or ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,88 @@ class CallFormat:
         if self.after_name:
             return f"{self.opening}{function}{self.after_name}"
         return f'{self.opening}{json.dumps(function, ensure_ascii=False)[1:-1]}", "{self.key}":'
+
+
+class BlockCalls(ABC):
+    """Parser of content into text and calls, which are blocks of lexemes. White space around calls is dropped.
+
+    `tags` are the lexemes that may come in pieces. The first opens a block.
+    """
+
+    tags: ClassVar[tuple[str, ...]]
+    lexeme: ClassVar[re.Pattern[str]]
+
+    def __init__(self) -> None:
+        self._tail = ""  # maybe the beginning of a tag
+        self._space: list[str] = []  # white space that is shown only if text follows
+        self._after_call = False
+        self._block: list[str] = []  # of a call that is being written, its opening tag included
+        self._content: list[str] = []
+        self._calls: list[ToolCall] = []
+
+    def push(self, text: str) -> Parsed:
+        text = self._tail + text
+        cut = len(text) - self._num_held(text)
+        self._tail = text[cut:]
+        self._read(text[:cut])
+        return self._release()
+
+    def finish(self) -> Parsed:
+        if self._block:
+            self._finish_block()
+        else:
+            self._read(self._tail)
+        if not self._after_call:
+            self._content += self._space
+        return self._release()
+
+    @abstractmethod
+    def _extend_block(self, lexeme: str) -> None:
+        """Add a lexeme to the block, and end the block if it is whole."""
+
+    @abstractmethod
+    def _finish_block(self) -> None:
+        """End the block, with the tail, at the end of the output."""
+
+    def _num_held(self, text: str) -> int:
+        return num_held(text, *self.tags)
+
+    def _is_space(self, lexeme: str) -> bool:
+        return lexeme[0] in SPACE
+
+    def _opens(self, lexeme: str) -> bool:
+        return lexeme == self.tags[0]
+
+    def _read(self, text: str) -> None:
+        for lexeme in self.lexeme.findall(text):
+            if self._block:
+                self._extend_block(lexeme)
+            elif self._is_space(lexeme):
+                self._space.append(lexeme)
+            elif self._opens(lexeme):
+                self._block = [lexeme]
+            else:
+                self._show(lexeme)
+
+    def _show(self, text: str) -> None:
+        self._content += [*self._space, text]
+        self._space.clear()
+        self._after_call = False
+
+    def _end_block(self, call: ToolCall | None) -> None:
+        """End the block with its call, or show it as text."""
+        if call is None:
+            self._show("".join(self._block))
+        else:
+            self._calls.append(call)
+            self._space.clear()
+            self._after_call = True
+        self._block = []
+
+    def _release(self) -> Parsed:
+        parsed = Parsed("".join(self._content), "", tuple(self._calls))
+        self._content, self._calls = [], []
+        return parsed
 
 
 def read_call(text: str) -> ToolCall | None:

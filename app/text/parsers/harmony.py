@@ -4,7 +4,7 @@ import json
 import re
 from enum import Enum, auto
 
-from app.text.parsers.base import CallFormat, Json, Parsed, ToolCall, num_held, read_call
+from app.text.parsers.base import TEXT, BlockCalls, CallFormat, Json, ToolCall, num_held, read_call
 
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 _ENDS = END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -110,48 +110,27 @@ class HarmonyReasoning:
         return text[end.end() :]
 
 
-class HarmonyCalls:
+class HarmonyCalls(BlockCalls):
     """Parser of content into text and calls, which begin with the header of commentary to a function."""
 
-    def __init__(self) -> None:
-        self._tail = ""  # a call that is being written, or maybe the beginning of its header
+    tags = (_OPENING, CALL)
+    lexeme = re.compile(rf"{re.escape(_OPENING)}|{re.escape(CALL)}|{TEXT}")
 
-    def push(self, text: str) -> Parsed:
-        text, self._tail = self._tail + text, ""
-        content: list[str] = []
-        calls: list[ToolCall] = []
-        while text:
-            before, opening, call = text.partition(_OPENING)
-            cut = len(before) - (0 if opening else num_held(before, _OPENING))
-            content.append(before[:cut])
-            written, end, rest = call.partition(CALL)
-            if not end:
-                self._tail = before[cut:] + opening + call
-                break
-            self._end_call(written, end, content, calls)
-            text = rest
-        return Parsed("".join(content), "", tuple(calls))
+    def _extend_block(self, lexeme: str) -> None:
+        self._block.append(lexeme)
+        if lexeme == CALL:
+            self._end_block(_call_in("".join(self._block[1:-1])))
 
-    def finish(self) -> Parsed:
-        content: list[str] = []
-        calls: list[ToolCall] = []
-        text, self._tail = self._tail, ""
-        if text.startswith(_OPENING):
-            self._end_call(text.removeprefix(_OPENING), "", content, calls)
-        else:
-            content.append(text)
-        return Parsed("".join(content), "", tuple(calls))
+    def _finish_block(self) -> None:
+        self._block.append(self._tail)
+        self._end_block(_call_in("".join(self._block[1:])))
 
-    def _end_call(self, written: str, end: str, content: list[str], calls: list[ToolCall]) -> None:
-        """Read a call. One without any arguments is of a function without parameters, whose arguments are `{}`."""
-        header, found, arguments = written.partition(MESSAGE)
-        name = re.match(r"[^\s<]+", header)
-        whole = {"name": name[0], "arguments": arguments.strip() or "{}"} if found and name else None
-        call = read_call(json.dumps(whole)) if whole else None
-        if call is None:
-            content.append(_OPENING + written + end)
-        else:
-            calls.append(call)
+
+def _call_in(written: str) -> ToolCall | None:
+    """Return the call in a message. One without any arguments is of a function without parameters."""
+    header, found, arguments = written.partition(MESSAGE)
+    name = re.match(r"[^\s<]+", header)
+    return read_call(json.dumps({"name": name[0], "arguments": arguments.strip() or "{}"})) if found and name else None
 
 
 def for_template(messages: list[Json], tools: list[Json] | None) -> tuple[list[Json], list[Json] | None]:

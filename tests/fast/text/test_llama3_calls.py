@@ -32,7 +32,7 @@ def parse(pieces) -> Parsed:
         (f"{TAG}{F}", "", [F_CALL]),
         (f"{TAG} {F}; {G}", "", [F_CALL, G_CALL]),
         (f"{F}\n{G};", "", [F_CALL, G_CALL]),
-        (f"Let me see. {TAG}{G}", "Let me see. ", [G_CALL]),
+        (f"Let me see. {TAG}{G}", "Let me see.", [G_CALL]),
         ('{"name": "g", "arguments": {}}', "", [G_CALL]),
         (f"{F} and so on {G}", " and so on " + G, [F_CALL]),
         (f"I call {F}", f"I call {F}", []),
