@@ -191,10 +191,11 @@ def _choice(received: Received[GenerationRequest], prompt: Prompt, deltas: Reque
     parser = OutputParser()
     if isinstance(body, ChatCompletionRequest):
         reasoning = received.services.reasoning_parser if body.separate_reasoning is not False else None
-        call_format = received.services.call_format if body.offered_tools else None
+        tools = body.offered_tools
+        call_format = received.services.call_format if tools else None
         parser = OutputParser(
             reasoning(prompt.in_reasoning) if reasoning else None,
-            call_format.parser() if call_format else None,
+            call_format.parser(tools) if call_format else None,
             shows_reasoning=body.include_reasoning is not False,
             max_calls=1 if body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool) else None,
         )

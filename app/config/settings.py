@@ -110,7 +110,7 @@ class Config(BaseModel):
     tool_call_parser: ToolParserName = setting(
         CHAT,
         "auto",
-        "auto | none | qwen3 | llama3_json | harmony: how to find tool_calls; auto goes by the chat template",
+        "auto | none | qwen3 | qwen3_coder | llama3_json | harmony: how to find tool_calls; auto: by the chat template",
     )
 
     host: str = setting(SERVER, "127.0.0.1", "address to listen on; 0.0.0.0 for all addresses")

@@ -22,7 +22,7 @@ DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "fl
 PARSERS = dict.fromkeys(
     ("hermes", "qwen", "qwen25", "qwen2_5", "deepseek_r1", "deepseek-r1", "qwen3-thinking"), "qwen3"
 ) | dict.fromkeys(("openai_gptoss", "openai", "gpt-oss"), "harmony")
-TOOL_PARSERS = PARSERS | dict.fromkeys(("llama3", "llama4_json"), "llama3_json")
+TOOL_PARSERS = PARSERS | dict.fromkeys(("llama3", "llama4_json"), "llama3_json") | {"qwen3_xml": "qwen3_coder"}
 UNREADABLE = (ValueError, LookupError, AttributeError, RecursionError)
 """Errors of JSON and YAML readers in addition to their own: numbers of 5,000 digits, endless brackets, odd tags."""
 
@@ -154,4 +154,6 @@ RootPath = Annotated[str, Field(pattern=r"^(/[^/\s]+)*$")]
 MetricsPrefix = Annotated[str, Field(pattern=r"^[a-zA-Z_:][a-zA-Z0-9_:]*$")]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], _spelt({})]
 ParserName = Annotated[Literal["auto", "none", "qwen3", "harmony"], _spelt(PARSERS)]
-ToolParserName = Annotated[Literal["auto", "none", "qwen3", "llama3_json", "harmony"], _spelt(TOOL_PARSERS)]
+ToolParserName = Annotated[
+    Literal["auto", "none", "qwen3", "qwen3_coder", "llama3_json", "harmony"], _spelt(TOOL_PARSERS)
+]

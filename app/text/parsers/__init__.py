@@ -6,12 +6,12 @@ A parser gets text, never tokens (`app.text.detokenizer`), and knows nothing of 
 import re
 from collections.abc import Callable
 
-from app.text.parsers import harmony, llama3_json, qwen3
+from app.text.parsers import harmony, llama3_json, qwen3, qwen3_coder
 from app.text.parsers.base import CallFormat, CallParser, Parsed, Reasoning, ToolCall
 from app.text.parsers.harmony import HarmonyReasoning
 from app.text.parsers.reasoning import END_THINK, THINK, ReasoningParser
 
-FORMATS = (qwen3.FORMAT, llama3_json.FORMAT, harmony.FORMAT)
+FORMATS = (qwen3.FORMAT, llama3_json.FORMAT, harmony.FORMAT, qwen3_coder.FORMAT)
 _AFTER_CALL = re.compile(r"(?<=[>}])")  # a call ends there
 MARKS = (THINK, END_THINK, *(mark for form in FORMATS for mark in form.marks))
 

@@ -64,61 +64,18 @@ class Reasoning(Protocol):
         """Return the held reasoning and content at the end of the output."""
 
 
-class CallParser(Protocol):
+class CallParser(ABC):
     """Parser of one output without its reasoning. The concatenated results depend only on the text.
 
-    Text that is no call is content, unchanged.
-    """
-
-    def push(self, text: str) -> Parsed:
-        """Return what this piece makes certain, often nothing."""
-
-    def finish(self) -> Parsed:
-        """Return the held text at the end of the output. No push may follow."""
-
-
-@dataclass(frozen=True, slots=True)
-class CallFormat:
-    """Format in which a family of models writes tool calls.
-
-    `marks` are tags that must stay in the text, even if they are special tokens. `fits(source)` is true of a chat
-    template that teaches this format. `opening` begins a call, up to the function's name. `key` names the arguments.
-    `after_name` is the text between a name and its arguments, in a format whose calls are no JSON object.
-    `for_template` returns messages and tools as the family's chat templates read them, or raises ValueError. It is None
-    if the templates write all that they say.
-    """
-
-    name: str
-    parser: Callable[[], CallParser]
-    marks: tuple[str, ...]
-    fits: Callable[[str], bool]
-    opening: str
-    key: str
-    after_name: str = ""
-    for_template: Callable[[list[Json], list[Json] | None], tuple[list[Json], list[Json] | None]] | None = None
-
-    def prefix(self, function: str | None) -> str:
-        """Return the beginning of a call of `function`, or of any function.
-
-        It ends where a token ends in text that the model writes itself: the blank before a value belongs to the value.
-        """
-        if function is None:
-            return self.opening
-        if self.after_name:
-            return f"{self.opening}{function}{self.after_name}"
-        return f'{self.opening}{json.dumps(function, ensure_ascii=False)[1:-1]}", "{self.key}":'
-
-
-class BlockCalls(ABC):
-    """Parser of content into text and calls, which are blocks of lexemes. White space around calls is dropped.
-
-    `tags` are the lexemes that may come in pieces. The first opens a block.
+    Calls are blocks of lexemes. White space around them is dropped, and text that is no call is content, unchanged.
+    `tags` are the lexemes that may come in pieces, and the first opens a block. `tools` have the schemas of arguments.
     """
 
     tags: ClassVar[tuple[str, ...]]
     lexeme: ClassVar[re.Pattern[str]]
 
-    def __init__(self) -> None:
+    def __init__(self, tools: Sequence[Json] = ()) -> None:
+        self._schemas: Json = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
         self._tail = ""  # maybe the beginning of a tag
         self._space: list[str] = []  # white space that is shown only if text follows
         self._after_call = False
@@ -127,6 +84,7 @@ class BlockCalls(ABC):
         self._calls: list[ToolCall] = []
 
     def push(self, text: str) -> Parsed:
+        """Return what this piece makes certain, often nothing."""
         text = self._tail + text
         cut = len(text) - self._num_held(text)
         self._tail = text[cut:]
@@ -134,6 +92,7 @@ class BlockCalls(ABC):
         return self._release()
 
     def finish(self) -> Parsed:
+        """Return the held text at the end of the output. No push may follow."""
         if self._block:
             self._finish_block()
         else:
@@ -189,6 +148,38 @@ class BlockCalls(ABC):
         parsed = Parsed("".join(self._content), "", tuple(self._calls))
         self._content, self._calls = [], []
         return parsed
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """Format in which a family of models writes tool calls.
+
+    `marks` are tags that must stay in the text, even if they are special tokens. `fits(source)` is true of a chat
+    template that teaches this format. `parser` takes the tools that are offered. `opening` begins a call, up to the
+    function's name. `key` names the arguments of a call that is a JSON object. In other formats `around_name` is the
+    text around a name, which is {} in it. `for_template` returns messages and tools as the family's chat templates
+    read them, or raises ValueError. It is None if the templates write all that they say.
+    """
+
+    name: str
+    parser: Callable[[Sequence[Json]], CallParser]
+    marks: tuple[str, ...]
+    fits: Callable[[str], bool]
+    opening: str
+    key: str = ""
+    around_name: str = ""
+    for_template: Callable[[list[Json], list[Json] | None], tuple[list[Json], list[Json] | None]] | None = None
+
+    def prefix(self, function: str | None) -> str:
+        """Return the beginning of a call of `function`, or of any function.
+
+        It ends where a token ends in text that the model writes itself: the blank before a value belongs to the value.
+        """
+        if function is None:
+            return self.opening
+        if self.around_name:
+            return self.opening + self.around_name.format(function)
+        return f'{self.opening}{json.dumps(function, ensure_ascii=False)[1:-1]}", "{self.key}":'
 
 
 def read_call(text: str) -> ToolCall | None:

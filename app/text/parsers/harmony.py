@@ -4,7 +4,7 @@ import json
 import re
 from enum import Enum, auto
 
-from app.text.parsers.base import TEXT, BlockCalls, CallFormat, Json, ToolCall, num_held, read_call
+from app.text.parsers.base import TEXT, CallFormat, CallParser, Json, ToolCall, num_held, read_call
 
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 _ENDS = END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -110,7 +110,7 @@ class HarmonyReasoning:
         return text[end.end() :]
 
 
-class HarmonyCalls(BlockCalls):
+class HarmonyCalls(CallParser):
     """Parser of content into text and calls, which begin with the header of commentary to a function."""
 
     tags = (_OPENING, CALL)
@@ -168,6 +168,6 @@ FORMAT = CallFormat(
     fits,
     opening=_OPENING,
     key="arguments",
-    after_name=f" {CONSTRAIN}json{MESSAGE}",
+    around_name=f"{{}} {CONSTRAIN}json{MESSAGE}",
     for_template=for_template,
 )

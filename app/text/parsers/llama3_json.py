@@ -1,13 +1,14 @@
 """Tool calls of Llama 3: {"name": ..., "parameters": {...}}, with or without <|python_tag|> before them."""
 
 import re
+from collections.abc import Sequence
 
-from app.text.parsers.base import BlockCalls, CallFormat, Json, read_call
+from app.text.parsers.base import CallFormat, CallParser, Json, read_call
 
 PYTHON_TAG = "<|python_tag|>"
 
 
-class Llama3Calls(BlockCalls):
+class Llama3Calls(CallParser):
     """Parser of content into text and calls. Calls open the output or follow PYTHON_TAG, with `;` between them.
 
     White space and `;` around calls are dropped.
@@ -16,8 +17,8 @@ class Llama3Calls(BlockCalls):
     tags = (PYTHON_TAG,)
     lexeme = re.compile(rf'{re.escape(PYTHON_TAG)}|[ \t\r\n]+|[^ \t\r\n{{}};"<\\]+|[{{}};"<\\]')
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, tools: Sequence[Json] = ()) -> None:
+        super().__init__(tools)
         self._is_first = True
         self._depth = 0
         self._in_string = self._is_escaped = False

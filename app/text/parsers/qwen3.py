@@ -3,13 +3,13 @@
 import json
 import re
 
-from app.text.parsers.base import SPACE, TEXT, BlockCalls, CallFormat, read_call
+from app.text.parsers.base import SPACE, TEXT, CallFormat, CallParser, read_call
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 _MAX_CLOSING_TAGS = 64  # of one block, because each costs a parse of the whole block
 
 
-class Qwen3Calls(BlockCalls):
+class Qwen3Calls(CallParser):
     """Parser of content into text and calls. White space around calls is dropped."""
 
     tags = (CALL, END_CALL)

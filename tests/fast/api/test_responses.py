@@ -214,6 +214,7 @@ def test_texts_and_calls_keep_their_order_in_every_format(form):
         "qwen3": ("<tool_call>", json, "</tool_call>"),
         "llama3_json": ("<|python_tag|>", json, ""),
         "harmony": ("<|channel|>commentary to=functions.", 'f<|message|>{"a": {"b": "}"}}', "<|call|>"),
+        "qwen3_coder": ("<tool_call>", "<function=f><parameter=a>\n}\n</parameter>", "</function></tool_call>"),
     }[form.name]
     call = f"{opening}{inner}{end}"
     text = f"One {call}two {{}} <b>{call}{opening}{{"

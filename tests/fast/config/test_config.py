@@ -332,6 +332,7 @@ def test_template_defaults_that_are_no_object_are_refused(text: str) -> None:
             for said in ("qwen3", "Qwen3", "hermes", "deepseek_r1", "none")
         ),
         *(("tool_call_parser", said, "llama3_json") for said in ("llama3_json", "llama3", "Llama4_JSON")),
+        *(("tool_call_parser", said, "qwen3_coder") for said in ("qwen3_coder", "Qwen3_XML")),
     ],
 )
 def test_parsers_may_be_named_as_peers_name_them(field: str, said: str, parser: str) -> None:

@@ -47,6 +47,7 @@ def parse(pieces: list[str]) -> Parsed:
             [],
         ),
         (FINAL.replace("final", "commentary") + "<|end|>" + FINAL + "<", "", "It is 4.\n\nIt is 4.<", []),
+        (f"{FINAL} \n<|end|><|start|>assistant{CALL}", "", "It is 4.", [WEATHER]),
         (f"{CALL}<|call|>{FINAL}<|end|><|start|>assistant{CALL}", "", "It is 4.", [WEATHER, WEATHER]),
         ("<|channel|>commentary to=functions.f<|message|><|call|>", "", "", [ToolCall("f", "{}")]),
         ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>\n", "", "", [ToolCall("f", "{}")]),

@@ -95,9 +95,11 @@ def test_the_prefixes_are_the_families_own_wording():
         '<tool_call>\n{"name": "f", "arguments":',
         '{"name": "f", "parameters":',
         "<|channel|>commentary to=functions.f <|constrain|>json<|message|>",
+        "<tool_call>\n<function=f>\n",
     ]
     assert [form.prefix(None) for form in FORMATS] == [
         '<tool_call>\n{"name": "',
         '{"name": "',
         "<|channel|>commentary to=functions.",
+        "<tool_call>\n<function",
     ]

@@ -1,0 +1,267 @@
+"""Tool calls of Qwen3-Coder: tags around raw text, whose types come from the schemas of the tools."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.text.parsers import FORMATS, OutputParser, Parsed, ToolCall, format_for
+from app.text.parsers.qwen3_coder import FORMAT, Qwen3CoderCalls
+from app.text.parsers.reasoning import ReasoningParser
+from tests.fast.text.pieces import cut
+from tests.fast.text.pieces import parse as pieces_parsed
+
+TYPES: dict[str, Any] = {
+    "text": {"type": "string"},
+    "count": {"type": "integer"},
+    "share": {"type": "number"},
+    "deep": {"type": "boolean"},
+    "nothing": {"type": "null"},
+    "items": {"type": "array"},
+    "more": {"type": "object"},
+    "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "either": {"type": ["integer", "string"]},
+    "any": {},
+    "trip": {"$ref": "#/$defs/Trip"},
+    "trips": {"anyOf": [{"$ref": "#/$defs/Trip"}, {"type": "null"}]},
+    "loop": {"$ref": "#/$defs/Loop"},
+}
+SCHEMA = {
+    "type": "object",
+    "properties": TYPES,
+    "$defs": {"Trip": {"type": "object"}, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "boolean"}]}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "g"}},
+]
+F = "<tool_call>\n<function=f>\n<parameter=count>\n1\n</parameter>\n</function>\n</tool_call>"
+BARE = F.removeprefix("<tool_call>\n")
+F_CALL = ToolCall("f", '{"count": 1}')
+G_CALL = ToolCall("g", "{}")
+TAGS = ["<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=text>", "<parameter=count>"]
+FRAGMENTS = [
+    *TAGS, "<parameter=", "<function", "=g>", "</parameter>", "\n", " ", "\n</parameter>\n", "<", ">", "a", "1", "é", F,
+    "<tool_call>\n<function=f>\n<parameter=text>\n", "\n</parameter>\n</function>\n</tool_call>", "</func", "tion>",
+]  # fmt: skip
+TEXT = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
+
+
+def parse(pieces) -> Parsed:
+    return pieces_parsed(OutputParser(calls=Qwen3CoderCalls(TOOLS)), pieces)
+
+
+def written(**values: str) -> str:
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
+
+
+def arguments(text: str) -> list[dict[str, Any]]:
+    return [json.loads(call.arguments) for call in parse([text]).tool_calls]
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (F, "", [F_CALL]),
+        (f"\n{F}\n", "", [F_CALL]),
+        (f"{F}\n{F}", "", [F_CALL, F_CALL]),
+        (f"I look.\n\n{F}\nand so on", "I look.\nand so on", [F_CALL]),
+        ("<tool_call><function=g></function></tool_call>", "", [G_CALL]),
+        ("<tool_call><function=g>\n</function>\n<function=g></function></tool_call>", "", [G_CALL, G_CALL]),
+        ("<tool_call>\n<function=f><parameter=count>1</parameter></function>", "", [F_CALL]),
+        (F.replace("\n</function>", ""), "", [F_CALL]),
+        (BARE, "", [F_CALL]),
+        (f"So: {BARE} b", "So: b", [F_CALL]),
+        (F.replace("=f", "=not_offered"), "", [ToolCall("not_offered", '{"count": "1"}')]),
+        (F.partition("tion>\n</tool_call>")[0], "", [F_CALL]),
+    ],
+)  # fmt: skip
+def test_calls_are_taken_out(text, content, calls):
+    assert parse([text]) == Parsed(content, "", tuple(calls))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " \n",
+        "a < b </tool_call> c",
+        "</function>",
+        "<tool_call>",
+        "<tool_call>\n</tool_call>",
+        '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+        "<tool_call>\n</funct",
+        "<tool_call>\n<function=>\n</function>",
+        "<tool_call>\n<function=f",
+        "<tool_call>\n<function=f>",
+        "<tool_call>\n<function=f>\n<",
+        '<tool_call>\n<function=f>\n{"count": 1}\n</function>\n',
+        "Write <function=example> and </function>.",
+        "<function=not_offered>\n</function>",
+        "<parameter=count>\n1\n</parameter>",
+        written(count="1").partition("\n</parameter>")[0],
+        written(count="1").partition("\n</function>")[0],
+        written(text="a\n<parameter=b>\nc"),
+        f"<function={'f' * 257}></function>",
+    ],
+)
+def test_what_is_no_call_stays_text(text):
+    assert parse([text]) == Parsed(text)
+
+
+def test_a_call_may_follow_what_was_none():
+    assert parse([f"<tool_call>\n{F}"]) == Parsed("<tool_call>\n", "", (F_CALL,))
+    assert parse([f"<tool_call>\n<function=g>a{F}"]) == Parsed("<tool_call>\n<function=g>a", "", (F_CALL,))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a",
+        "",
+        " a\tb ",
+        "\n\na\n",
+        "one\n  two\n\nthree",
+        'say "hi" \\ {"a": 1}',
+        "a < b > c <b>é</b>",
+        "null",
+        "a</parameter>",
+        "a</parameter> b",
+        "a\n</parameter>\nb\n</parameter>",
+        "</function>\n</tool_call>",
+        "<tool_call>\n<function=f>\n",
+        "inline <parameter=x> is no tag",
+        f"as in\n{written(text='b', count='2')}\nand",
+        written(text=written(text="c")),
+        "a" + "<parameter=x>" * 3,
+    ],
+)
+def test_a_text_is_taken_as_it_is_between_its_line_breaks(text):
+    assert arguments(written(text=text, count="3")) == [{"text": text, "count": 3}]
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("text", "1", "1"),
+        ("text", "null", "null"),
+        ("count", "7", 7),
+        ("count", " -7 ", -7),
+        ("count", "seven", "seven"),
+        ("count", "", ""),
+        ("count", "9" * 5_000, "9" * 5_000),
+        ("share", "0.5", 0.5),
+        ("share", "2", 2),
+        ("share", "NaN", "NaN"),
+        ("share", "1e999", "1e999"),
+        ("deep", "true", True),
+        ("deep", "False", False),
+        ("deep", "yes", "yes"),
+        ("nothing", "null", None),
+        ("nothing", "None", None),
+        ("items", '[1, "é", null]', [1, "é", None]),
+        ("items", "[" * 100_000, "[" * 100_000),
+        ("items", '["\\ud800"]', '["\\ud800"]'),
+        ("more", '{\n  "a": {"b": []}\n}', {"a": {"b": []}}),
+        ("more", "{'a': 1}", "{'a': 1}"),
+        ("maybe", "null", None),
+        ("maybe", "5", "5"),
+        ("maybe", '"a"', '"a"'),
+        ("either", "5", 5),
+        ("either", "5.5", "5.5"),
+        ("either", "05", "05"),
+        ("any", "5", "5"),
+        ("unknown", "5", "5"),
+        ("trip", '{"to": "Bern"}', {"to": "Bern"}),
+        ("trips", "null", None),
+        ("loop", "true", True),
+    ],
+)
+def test_values_have_the_types_of_the_schema(key, text, value):
+    assert arguments(written(**{key: text})) == [{key: value}]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        None, {}, {"properties": []}, {"properties": {"count": 5}}, {"properties": {"count": {"type": 5}}},
+        {"properties": {"count": {"type": [{}], "anyOf": 5, "oneOf": {"type": "integer"}, "$ref": 5}}},
+        {"$defs": [], "properties": {"count": {"anyOf": [5, None], "$ref": "#/$defs/None"}}},
+        {"definitions": {"a": 5}, "properties": {"count": {"$ref": "#/definitions/a"}}},
+    ],
+)  # fmt: skip
+def test_a_schema_that_says_no_type_makes_strings(schema):
+    parser = Qwen3CoderCalls([{"type": "function", "function": {"name": "f", "parameters": schema}}])
+    (call,) = parser.push(written(count="1")).tool_calls
+    expected = 1 if schema and "oneOf" in str(schema) else "1"
+    assert json.loads(call.arguments) == {"count": expected}
+
+
+def test_the_last_of_parameters_with_one_name_counts():
+    assert arguments(written(count="1").replace("</function>", "<parameter=count>2</parameter></function>")) == [
+        {"count": 2}
+    ]
+
+
+@settings(max_examples=300)
+@given(text=TEXT, cuts=st.lists(st.integers(0, 300), max_size=8))
+def test_results_do_not_depend_on_how_the_text_is_cut(text, cuts):
+    assert parse(cut(text, cuts)) == parse([text]) == parse(text)
+
+
+@settings(max_examples=200)
+@given(
+    text=st.text(st.sampled_from('ab<>/=\n "\\é'), max_size=30),
+    count=st.integers() | st.floats(allow_nan=False, allow_infinity=False),
+    deep=st.booleans(),
+    more=st.dictionaries(st.text(max_size=5), st.none() | st.integers() | st.text(max_size=5), max_size=3),
+)
+def test_what_a_template_writes_is_read_back(text, count, deep, more):
+    """As the newest templates have it: strings are written as they are, all else as JSON."""
+    values = {"text": text, "share": count, "deep": deep, "more": more}
+    shown = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
+    assert arguments(written(**shown)) == [values]
+
+
+def test_calls_follow_reasoning():
+    parser = OutputParser(ReasoningParser(True), Qwen3CoderCalls(TOOLS))
+    assert pieces_parsed(parser, [f"Hm.\n</think>\n\nI look.\n\n{F}"]) == Parsed("I look.", "Hm.", (F_CALL,))
+
+
+def test_a_call_is_given_by_the_piece_that_ends_its_function():
+    parser = Qwen3CoderCalls(TOOLS)
+    before, end, _ = F.partition("</function>")
+    assert all(parser.push(character) == Parsed() for character in before + end[:-1])
+    assert parser.push(">") == Parsed(tool_calls=(F_CALL,))
+    assert parser.push("\n</tool_call>") == parser.finish() == Parsed()
+
+
+def test_a_forced_call_is_one_that_the_parser_reads():
+    rest = "<parameter=count>\n1\n</parameter>\n</function>\n</tool_call>"
+    for prefix, text in ((FORMAT.prefix("f"), rest), (FORMAT.prefix(None), f"=f>\n{rest}")):
+        assert prefix + text == F
+        parser = FORMAT.parser(TOOLS)
+        assert parser.push(prefix) == Parsed()
+        assert parser.push(text).tool_calls == (F_CALL,)
+
+
+@pytest.mark.parametrize("piece", ["a", "<", "</parameter>", "</parameter>\n", "\n<parameter=a>", "</function>"])
+def test_a_long_text_is_not_read_again_with_every_piece(piece, monkeypatch):
+    looked_at, read = [], Qwen3CoderCalls._read
+    monkeypatch.setattr(Qwen3CoderCalls, "_read", lambda self, text: looked_at.append(len(text)) or read(self, text))
+    parser = Qwen3CoderCalls(TOOLS)
+    begin = "<tool_call>\n<function=f>\n<parameter=text>\n"
+    pieces = [parser.push(text) for text in [begin, *[piece] * 2_000]]
+    assert Parsed.joined([*pieces, parser.finish()]) == Parsed(begin + piece * 2_000)
+    assert max(looked_at[1:]) < len(piece) + len("</parameter>")
+
+
+def test_the_template_decides_between_the_formats_of_one_tag():
+    teaching = "<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>\nvalue_1\n</parameter>"
+    assert format_for("auto", teaching) is FORMAT
+    assert FORMAT in FORMATS and format_for("qwen3_coder", "") is FORMAT
+    for other in ("<tool_call>", "<tool_call><function=f>{}</function>", "<function=f><parameter=a>"):
+        assert format_for("auto", other) is not FORMAT
