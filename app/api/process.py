@@ -36,6 +36,8 @@ def run(config: Config, target: Path, draft: Path | None, engine_command: Sequen
     open, the engine cannot be used, or a second signal came.
     """
     log.set_up(config.engine.log_level, config.engine.log_format, [*config.api_keys(), *config.admin_key])
+    for note in config.notes:
+        logger.info("%s", note)
     if 0 <= (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _MIN_OPEN_FILES:
         print_error(
             f"only {limit} files may be open: the server needs {_MIN_OPEN_FILES}, and one for each connection. "
