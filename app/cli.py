@@ -3,9 +3,8 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 
-from app.config.error import ConfigError
+from app.config.error import ConfigError, nearest
 
 USAGE = """\
 usage: dflash-server COMMAND ...
@@ -23,31 +22,35 @@ options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code: 2 for a user's mistake, which is one line and a hint."""
+    """Run the command line, where a leading flag means `serve`. Returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    command = arguments[0] if arguments else ""
-    if command in ("", "-h", "--help", "help"):
-        print(USAGE, end="", file=sys.stdout if command else sys.stderr)
-        return 0 if command else 2
-    if command == "--version":
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(USAGE, end="", file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
         from importlib.metadata import version
 
         print(f"dflash-server {version('dflash-server')}")
         return 0
+    command, *flags = ["serve", *arguments] if arguments[0].startswith("-") else arguments
     if command not in COMMANDS:
-        meant = [*(get_close_matches(command, COMMANDS, n=1) or ["serve", command]), *arguments[1:]]
-        return _fail(f"unknown command {command}", f"did you mean `dflash-server {' '.join(meant)}`?")
+        meant = [nearest(command, COMMANDS) or f"serve {command}", *flags]
+        hint = f"did you mean `dflash-server {' '.join(meant)}`?"
+        return ConfigError(f"unknown command {command}", hint).show()
     # If torch loads device backends by itself, a torch_npu without CANN breaks `import torch` in every process. The NPU
     # backend imports torch_npu by name.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     try:
-        return COMMANDS[command](arguments[1:])
+        return COMMANDS[command](flags)
+    except BrokenPipeError:  # `dflash-server check | head -5`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except ConfigError as error:
-        return _fail(str(error), error.hint)
+        return error.show()
     except ModuleNotFoundError as error:
         if (error.name or "app").partition(".")[0] == "app":
             raise
-        return _fail(f"{error.name} is not installed", "`pip install .` in the source tree brings it")
+        return ConfigError(f"{error.name} is not installed", "`pip install .` in the source tree brings it").show()
 
 
 def serve(arguments: Sequence[str]) -> int:
@@ -55,14 +58,15 @@ def serve(arguments: Sequence[str]) -> int:
     from app.config.flags import parse_flags
     from app.config.requirements import check_settings
     from app.config.sources import load_config
-    from app.engine.checkpoint.read import check_checkpoints, find_models
+    from app.engine.checkpoint.read import find_models
+    from app.engine.load.refusals import check_models
     from app.engine.npu.torch_build import check_torch_build
 
     config = load_config(parse_flags(arguments))
     check_torch_build(config.engine.device)
     check_settings(config)
     target, draft = find_models(config.model, config.draft_model, speculation=config.speculation)
-    check_checkpoints(config.for_engine(target, draft))
+    check_models(config.for_engine(target, draft))
 
     from app.api.process import run
 
@@ -73,23 +77,17 @@ def check(arguments: Sequence[str]) -> int:
     """Probe a device of this machine and print what was found: 0 if nothing failed, 1 if something did."""
     from app.check.command import report
     from app.config.parser import Parser
+    from app.config.settings import flag_name
     from app.config.sources import GivenSetting, load_config
 
     parser = Parser(prog="dflash-server check", description=check.__doc__)
     parser.add_argument("--device", help="auto | cpu | cuda | cuda:N | npu | npu:N [default: auto, DFLASH_DEVICE]")
-    help = "add up on N devices, from that one on"
-    parser.add_argument("--tensor-parallel-size", "-tp", "--tp", metavar="N", help=help)
+    parser.add_argument("--tensor-parallel-size", "-tp", "--tp", metavar="N", help="add up on N devices, from it on")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
-    names = {"--device": "device", "--tensor-parallel-size": "tensor_parallel_size"}
-    given = [GivenSetting(flag, name, value) for flag, name in names.items() if (value := getattr(options, name))]
+    given = [GivenSetting(flag_name(n), n, v) for n, v in vars(options).items() if v and n != "json"]
     config = load_config(given)
     return report(config.engine.device, as_json=options.json, ranks=config.engine.tensor_parallel_size)
-
-
-def _fail(message: str, hint: str = "") -> int:
-    print(f"error: {message}", *([f"hint: {hint}"] if hint else []), sep="\n", file=sys.stderr)
-    return 2
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"serve": serve, "check": check}

@@ -4,7 +4,6 @@ The target is Transformers' own Qwen3.5 with three Gated DeltaNet layers and one
 are random notes that repeat. It has to find the place where it stands in a tune.
 """
 
-import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
@@ -18,6 +17,7 @@ from tools.demo_pair.loop import Plan, train
 from tools.demo_pair.losses import draft_loss, target_loss
 from tools.demo_pair.model import Draft, Shape, Target
 from tools.demo_pair.rows import Batch
+from tools.parts import ToolParser
 
 CHECKPOINT = Path(__file__).parents[1] / "tests" / "exhaustive" / "hybrid_pair"
 SHAPE = Shape(
@@ -83,7 +83,7 @@ def make_target(shape: Shape) -> Qwen3_5ForCausalLM:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.hybrid_pair", description=__doc__.splitlines()[0])
+    parser = ToolParser(prog="python -m tools.hybrid_pair", description=__doc__.splitlines()[0])
     parser.add_argument("--work-dir", type=Path, default=Path("build/hybrid-pair"), help="checkpoints to resume from")
     parser.add_argument("--out", type=Path, default=CHECKPOINT, help="folder that gets target/ and draft/")
     parser.add_argument("--target-steps", type=int, default=600)

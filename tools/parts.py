@@ -1,9 +1,29 @@
-"""The command line of a tool that has parts: `python -m tools.TOOL [PART] ...`."""
+"""The command lines of tools, and of those that have parts: `python -m tools.TOOL [PART] ...`."""
 
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
+from typing import Any, NoReturn
+
+from app.config.error import ConfigError, nearest
+from app.config.parser import Parser
+
+
+class ToolParser(Parser):
+    """Parser that ends the process after a mistake, which it prints."""
+
+    def error(self, message: str) -> NoReturn:
+        try:
+            super().error(message)
+        except ConfigError as error:
+            sys.exit(error.show())
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        try:
+            return super().parse_args(args, namespace)
+        except ConfigError as error:
+            sys.exit(error.show())
 
 
 def choose(tool: str, parts: Mapping[str, str], arguments: Sequence[str], default: str = "") -> ModuleType | int:
@@ -20,7 +40,11 @@ def choose(tool: str, parts: Mapping[str, str], arguments: Sequence[str], defaul
         print(*lines, sep="\n")
         return 0
     part = default if default and part.startswith("-") else part
-    if part not in parts:
-        print(f"python -m {tool}: no part {part}\n", *lines, sep="\n", file=sys.stderr)
+    if not part:
+        print(*lines, sep="\n", file=sys.stderr)
         return 2
+    if part not in parts:
+        near = nearest(part, parts)
+        hint = f"did you mean {near}?" if near else f"there are {', '.join(parts)}"
+        return ConfigError(f"python -m {tool}: there is no part {part}", hint).show()
     return importlib.import_module(f"{tool}.{part}")

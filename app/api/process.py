@@ -32,10 +32,12 @@ _GRACEFUL_SECONDS = 5
 def run(config: Config, target: Path, draft: Path | None, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Serve until a signal comes, and return the exit code.
 
-    It is 0 after a drain, 2 if the tokenizer's files cannot be used, and 1 if the port is taken, too few files may be
-    open, the engine cannot be used, or a second signal came.
+    It is 0 after a drain, 2 if the engine or the tokenizer cannot be used with these settings and files, and 1 if the
+    port is taken, too few files may be open, the engine died, or a second signal came.
     """
     log.set_up(config.engine.log_level, config.engine.log_format, [*config.api_keys(), *config.admin_key])
+    for note in config.notes:
+        logger.info("%s", note)
     if 0 <= (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _MIN_OPEN_FILES:
         print_error(
             f"only {limit} files may be open: the server needs {_MIN_OPEN_FILES}, and one for each connection. "
@@ -85,7 +87,7 @@ class Process:
         await self.shutdown(serving)
         if self._engine.state.phase == "dead":
             print_error(self._engine.state.reason or "the engine died")
-            return 1
+            return 2 if self._engine.state.user_error else 1
         return 1 if self._force_exit.is_set() else 0
 
     def startup(self) -> "asyncio.Task[None]":

@@ -48,9 +48,9 @@ def report(
         return INTERRUPTED
     failures = sum(result["status"] == "failed" for result in results)
     if as_json:
-        print(json.dumps({"device": device, "failed": failures, "results": results}, indent=2))
+        print(json.dumps({"device": device, "failed": failures, "results": results}, indent=2), flush=True)
     else:
-        print(f"{failures} failed" if failures else "nothing failed")
+        print(f"{failures} failed" if failures else "nothing failed", flush=True)
     return 1 if failures else 0
 
 

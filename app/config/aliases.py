@@ -1,96 +1,60 @@
-"""Flags of vLLM, vllm-ascend and SGLang that mean something here, as data, and what their values mean."""
+"""Flags of vLLM, vllm-ascend, SGLang and llama-server that mean something here, as data, and what their values mean."""
 
 import re
 from typing import Any, Literal, NamedTuple
 
-from app.config.error import ConfigError
 from app.config.settings import flag_name, no_flag_name
 
 
 class PeerFlag(NamedTuple):
-    """A flag of another project. `field` is the setting it sets here, or None if there is nothing to set.
+    """Flags of other projects that have one meaning. `note` says why.
 
-    `value` says how to read the value: "same" as the setting's own; "block" is a DFlash block, with one draft fewer;
-    "on" and "off" take no value; "ignored" takes none and sets nothing; "only" takes only the value `allowed` and sets
-    nothing; "refused" stops the start. `note` says why.
+    `means` is the setting here if its value is read as "same" (the setting's own), "block" (a DFlash block, with one
+    draft fewer), "on" or "off" (none); "only" takes the values in it, which set nothing. "taken" changes no text, and
+    the log says so; a flag has a value if `=` follows it in the table. "refused" stops the start.
     """
 
-    flag: str
-    field: str | None
-    peers: str
+    flags: str
+    kind: Literal["same", "block", "on", "off", "only", "taken", "refused"]
+    means: str = ""
     note: str = ""
-    value: Literal["same", "block", "on", "off", "ignored", "only", "refused"] = "same"
-    allowed: str = ""
 
     @property
-    def ours(self) -> str | None:
-        """Our flag with the same meaning, if there is one."""
-        name = no_flag_name if self.value == "off" else flag_name
-        return name(self.field) if self.field else None
+    def names(self) -> list[str]:
+        return self.flags.replace("=", "").split()
 
     @property
-    def nargs(self) -> int | str | None:
-        """Number of values, in argparse's terms."""
-        if self.value == "refused":
-            return "?"
-        return 0 if self.value in ("on", "off", "ignored") else None
+    def field(self) -> str:
+        """The setting that is set, or ""."""
+        return self.means if self.kind in ("same", "block", "on", "off") else ""
+
+    @property
+    def ours(self) -> str:
+        """What it is here, in the words of `--help` and docs/migrating.md."""
+        if self.field:
+            return (no_flag_name if self.kind == "off" else flag_name)(self.field)
+        return "refused" if self.kind == "refused" else "nothing to set"
+
+    def nargs(self, name: str) -> int | str | None:
+        """Return the number of values of one of the flags, in argparse's terms."""
+        if self.kind in ("same", "block", "only"):
+            return None
+        return "?" if self.kind == "refused" or f"{name}=" in self.flags.split() else 0
+
+    def fault(self, name: str, value: Any) -> str:
+        """Return why a value given by one of the names is refused, or ""."""
+        if self.kind == "refused":
+            return f"{name} is refused: {self.note}"
+        if self.kind == "only" and value.lower() not in self.means.split():
+            return f"{name} {value} is refused: {self.note}"
+        if self.kind == "block" and not re.fullmatch(r"[2-9]|[1-9][0-9]{1,8}", value):
+            return f"{name} {value}: a block is a number of rows, an anchor and at least one draft"
+        return ""
 
     def read(self, value: Any) -> Any:
-        """Return the value for `field`. Raises ConfigError if this server cannot do what is asked."""
-        if self.value == "refused":
-            raise ConfigError(f"{self.flag} is refused: {self.note}")
-        if self.value == "only" and value.upper() != self.allowed:
-            raise ConfigError(f"{self.flag} {value} is refused: {self.note}")
-        if self.value == "block":
-            if not re.fullmatch(r"[0-9]{1,9}", value) or int(value) < 2:
-                raise ConfigError(f"{self.flag} {value}: a block is a number of rows, an anchor and at least one draft")
-            return int(value) - 1
-        return {"on": True, "off": False}.get(self.value, value)
-
-
-BLOCK_NOTE = "the block with its anchor row: 16 here is --num-speculative-tokens 15"
-REPLICAS_NOTE = "only 1, because a model is on one host; run replicas behind a router"
-
-PEER_FLAGS = (
-    PeerFlag("--model", "model", "vLLM"),
-    PeerFlag("--model-path", "model", "SGLang"),
-    PeerFlag("--speculative-draft-model-path", "draft_model", "SGLang"),
-    PeerFlag("--speculative-algorithm", None, "SGLang", "this server decodes with DFLASH only", "only", "DFLASH"),
-    PeerFlag("--speculative-dflash-block-size", "num_speculative_tokens", "SGLang", BLOCK_NOTE, "block"),
-    PeerFlag("--speculative-num-draft-tokens", "num_speculative_tokens", "SGLang", BLOCK_NOTE, "block"),
-    PeerFlag("-sc", "speculative_config", "vLLM"),
-    PeerFlag("--gpu-memory-utilization", "memory_utilization", "vLLM"),
-    PeerFlag("--mem-fraction-static", "memory_utilization", "SGLang", "there it leaves activations out"),
-    PeerFlag("--kv-cache-memory-bytes", "kv_cache_memory", "vLLM"),
-    PeerFlag("--block-size", "page_size", "vLLM", "tokens of a KV page, not the DFlash block"),
-    PeerFlag("--context-length", "max_model_len", "SGLang"),
-    PeerFlag("--max-running-requests", "max_num_seqs", "SGLang"),
-    PeerFlag("--max-queued-requests", "max_queue", "SGLang"),
-    PeerFlag("--disable-cuda-graph", "enforce_eager", "SGLang", value="on"),
-    PeerFlag("--watchdog-timeout", "step_timeout", "SGLang", "there the server ends; here its engine is started again"),
-    PeerFlag("--tp", "tensor_parallel_size", "SGLang"),
-    PeerFlag("--tp-size", "tensor_parallel_size", "SGLang"),
-    PeerFlag("-tp", "tensor_parallel_size", "vLLM"),
-    PeerFlag("--pipeline-parallel-size", None, "vLLM, SGLang", REPLICAS_NOTE, "only", "1"),
-    PeerFlag("--pp-size", None, "SGLang", REPLICAS_NOTE, "only", "1"),
-    PeerFlag("-pp", None, "vLLM", REPLICAS_NOTE, "only", "1"),
-    PeerFlag("--data-parallel-size", None, "vLLM, SGLang", REPLICAS_NOTE, "only", "1"),
-    PeerFlag("--dp-size", None, "SGLang", REPLICAS_NOTE, "only", "1"),
-    PeerFlag("-dp", None, "vLLM", REPLICAS_NOTE, "only", "1"),
-    PeerFlag("--nnodes", None, "vLLM, SGLang", REPLICAS_NOTE, "only", "1"),
-    PeerFlag("--enable-expert-parallel", None, "vLLM", "each expert is split among the ranks; leave it out", "refused"),
-    PeerFlag("--distributed-executor-backend", None, "vLLM", "the engine starts its own ranks, like mp", "only", "MP"),
-    PeerFlag("--disable-custom-all-reduce", None, "vLLM, SGLang", "there is none to disable", "ignored"),
-    PeerFlag("--enable-prefix-caching", "prefix_caching", "vLLM", "the default", "on"),
-    PeerFlag("--no-enable-prefix-caching", "prefix_caching", "vLLM", value="off"),
-    PeerFlag("--disable-radix-cache", "prefix_caching", "SGLang", value="off"),
-    PeerFlag("--trust-remote-code", None, "vLLM, SGLang", "no code of a checkpoint is ever run", "ignored"),
-    PeerFlag("--enable-auto-tool-choice", None, "vLLM", "`tool_choice` of a request decides", "ignored"),
-    PeerFlag("--enable-reasoning", None, "vLLM", "see --reasoning-parser", "ignored"),
-    PeerFlag("--disable-log-requests", None, "vLLM", "prompts are not logged unless --log-prompts", "ignored"),
-    PeerFlag("--collect-detailed-traces", None, "vLLM", "spans are of requests; see step_seconds", "refused"),
-    PeerFlag("--attention-backend", None, "vLLM, SGLang", "the device decides it; leave it out", "refused"),
-)
+        """Return the value for `field`, or what the log says."""
+        known = {"on": True, "off": False, "taken": f"nothing to set, {self.note}"}
+        return int(value) - 1 if self.kind == "block" else known.get(self.kind, value)
 
 
 SPECULATIVE_CONFIG = {
@@ -101,3 +65,81 @@ SPECULATIVE_CONFIG = {
     "draft_tensor_parallel_size": "draft_tensor_parallel_size",
 }
 """Key of vLLM's `--speculative-config` -> our setting. The method must be dflash."""
+
+_BLOCK = "the block with its anchor row: 16 here is --num-speculative-tokens 15"
+_ONE_HOST = "only 1, because a model is on one host; run replicas behind a router"
+_ATTENTION = "--attention-backend= --prefill-attention-backend= --decode-attention-backend= --flash-attn= -fa="
+_DEVICE = f"{_ATTENTION} --speculative-draft-attention-backend= --sampling-backend= --mamba-scheduler-strategy="
+_CHUNKED = "--enable-chunked-prefill --no-enable-chunked-prefill --enable-mixed-chunk --chunked-prefill-size="
+_ALWAYS = "--async-scheduling --disable-overlap-schedule --schedule-policy= --stream-interval= --api-server-count= -cb"
+_NEVER = "--disable-custom-all-reduce --swap-space= --max-seq-len-to-capture= --additional-config= --mlock --no-mmap"
+_REQUESTS = "--disable-log-requests --no-enable-log-requests --enable-log-requests --log-requests"
+_CONFIG = "--hf-overrides --json-model-override-args --rope-scaling --rope-theta"
+
+PEER_FLAGS = (
+    PeerFlag("--model --model-path -m", "same", "model"),
+    PeerFlag("--speculative-draft-model-path --model-draft -md --speculative-config.model", "same", "draft_model"),
+    PeerFlag("--alias -a", "same", "served_model_name"),
+    PeerFlag("--speculative-algorithm --speculative-config.method", "only", "dflash", "the server knows DFLASH only"),
+    PeerFlag("--speculative-config.num-speculative-tokens", "same", "num_speculative_tokens"),
+    PeerFlag("--speculative-config.enforce-eager", "same", "draft_enforce_eager"),
+    PeerFlag("--speculative-config.draft-tensor-parallel-size", "same", "draft_tensor_parallel_size"),
+    PeerFlag("--speculative-num-draft-tokens", "block", "num_speculative_tokens", _BLOCK),
+    PeerFlag("--speculative-dflash-block-size", "block", "num_speculative_tokens", _BLOCK),
+    PeerFlag("--speculative-num-steps --speculative-eagle-topk", "only", "1", "a block is drafted in one pass"),
+    PeerFlag("-sc", "same", "speculative_config"),
+    PeerFlag("--gpu-memory-utilization", "same", "memory_utilization"),
+    PeerFlag("--mem-fraction-static", "same", "memory_utilization", "SGLang leaves activations out"),
+    PeerFlag("--kv-cache-memory-bytes", "same", "kv_cache_memory"),
+    PeerFlag("--block-size", "same", "page_size", "tokens of a KV page, not the DFlash block"),
+    PeerFlag("--context-length --ctx-size -c", "same", "max_model_len"),
+    PeerFlag("--max-running-requests --parallel -np", "same", "max_num_seqs"),
+    PeerFlag("--max-queued-requests", "same", "max_queue"),
+    PeerFlag("--disable-cuda-graph", "on", "enforce_eager"),
+    PeerFlag("--watchdog-timeout", "same", "step_timeout", "SGLang ends; here the engine is started again"),
+    PeerFlag("--tp --tp-size -tp", "same", "tensor_parallel_size"),
+    PeerFlag("--enable-prefix-caching", "on", "prefix_caching", "the default"),
+    PeerFlag("--no-enable-prefix-caching --disable-radix-cache", "off", "prefix_caching"),
+    PeerFlag("--pipeline-parallel-size --pp --pp-size -pp", "only", "1", _ONE_HOST),
+    PeerFlag("--data-parallel-size --dp --dp-size -dp --nnodes", "only", "1", _ONE_HOST),
+    PeerFlag("--distributed-executor-backend", "only", "mp", "the engine starts its own ranks, like mp"),
+    PeerFlag("--kv-cache-dtype -ctk -ctv", "only", "auto", "KV pages have the dtype of --dtype"),
+    PeerFlag("--generation-config --load-format --tokenizer-mode", "only", "auto", "the checkpoint decides; give auto"),
+    PeerFlag("--sampling-defaults", "only", "model", "defaults are the checkpoint's; give model"),
+    PeerFlag("--task --runner", "only", "auto generate", "this server generates text; give generate"),
+    PeerFlag(_DEVICE, "taken", note="the device decides"),
+    PeerFlag("--n-gpu-layers= --gpu-layers= -ngl=", "taken", note="every layer is on --device"),
+    PeerFlag(
+        "--compilation-config= --compilation-config.level= --compilation-config.mode= -O= -O0 -O1 -O2 -O3",
+        "taken",
+        note="see --compile and --enforce-eager",
+    ),
+    PeerFlag("--enable-torch-compile --cuda-graph-max-bs=", "taken", note="see --compile and --max-graphs"),
+    PeerFlag(f"{_CHUNKED} --max-prefill-tokens= -b= -ub=", "taken", note="steps have --max-num-batched-tokens"),
+    PeerFlag(f"{_ALWAYS} {_NEVER}", "taken", note="there is no such choice here"),
+    PeerFlag("--trust-remote-code", "taken", note="no code of a checkpoint is ever run"),
+    PeerFlag("--enable-auto-tool-choice --enable-reasoning --jinja", "taken", note="the chat template decides"),
+    PeerFlag("--limit-mm-per-prompt= --language-model-only", "taken", note="images are never read"),
+    PeerFlag(
+        "--structured-outputs-config= --structured-outputs-config.backend= --grammar-backend=",
+        "taken",
+        note="output is not held to grammars",
+    ),
+    PeerFlag(f"{_REQUESTS} --uvicorn-log-level=", "taken", note="see --log-level and --log-prompts"),
+    PeerFlag("--disable-log-stats --enable-metrics --metrics --enable-cache-report", "taken", note="see GET /metrics"),
+    PeerFlag("--timeout= -to=", "taken", note="see --request-timeout"),
+    PeerFlag("--threads -t --threads-batch -tb", "refused", note="set OMP_NUM_THREADS in the environment"),
+    PeerFlag("--max-total-tokens", "refused", note="give the memory of all KV pages as --kv-cache-memory"),
+    PeerFlag("--enable-expert-parallel", "refused", note="each expert is split among the ranks; leave it out"),
+    PeerFlag("--collect-detailed-traces", "refused", note="spans are of requests; see step_seconds"),
+    PeerFlag("--seed --random-seed -s --override-generation-config", "refused", note="send it with each request"),
+    PeerFlag("--quantization -q", "refused", note="weights are run in 16 or 32 bits; give a checkpoint in bfloat16"),
+    PeerFlag("--hf-repo -hf -hfr", "refused", note="GGUF is not read; give the safetensors' repository as MODEL"),
+    PeerFlag("--revision", "refused", note="`hf download --revision` fetches it; give that folder as MODEL"),
+    PeerFlag("--tokenizer --tokenizer-path", "refused", note="give a MODEL folder that has this tokenizer"),
+    PeerFlag("--chat-template --chat-template-file", "refused", note="put it into MODEL as chat_template.jinja"),
+    PeerFlag(_CONFIG, "refused", note="write it to config.json in MODEL; RoPE may be scaled by yarn or llama3"),
+    PeerFlag("--enable-lora --lora --lora-paths --lora-modules", "refused", note="merge the adapter into the weights"),
+    PeerFlag("--ssl-keyfile --ssl-certfile --ssl-ca-certs", "refused", note="a proxy in front of the server ends TLS"),
+    PeerFlag("--kv-transfer-config", "refused", note="KV pages stay in their server; leave it out"),
+)

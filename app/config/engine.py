@@ -30,22 +30,16 @@ class EngineConfig:
     dtype: str = _setting(
         MODEL,
         "auto",
-        "auto | bfloat16 | float16 | float32; auto is the device's usual one; on a CPU float32, or a checkpoint's "
-        "bfloat16 if the processor multiplies it (avx512_bf16)",
+        "auto | bfloat16 | float16 | float32; auto on a CPU: float32, or a checkpoint's bfloat16 if it has avx512_bf16",
     )
     device: str = _setting(MODEL, "auto", "auto | cpu | cuda | cuda:N | npu | npu:N")
 
     verify: str | int = _setting(
-        SPECULATION,
-        "auto",
-        "auto | full | N: rows of a block to draft and verify, including the anchor; auto adapts to what was measured",
+        SPECULATION, "auto", "auto | full | N: rows of a block to verify, with its anchor; auto measures what pays"
     )
     draft_enforce_eager: bool = _setting(SPECULATION, False, "run the draft without graphs")
     draft_tensor_parallel_size: int | None = _setting(
-        SPECULATION,
-        None,
-        "1, or --tensor-parallel-size: processes that share each layer of the draft (default: all)",
-        gt=0,
+        SPECULATION, None, "1, or --tensor-parallel-size: processes that share each layer of the draft", gt=0
     )
 
     max_model_len: int | None = _setting(ENGINE, None, "longest prompt and answer together, in tokens", gt=0)
@@ -61,39 +55,24 @@ class EngineConfig:
         ENGINE, None, "memory of Qwen3.5's recurrent states in the prefix cache (default: 2 for each of --max-num-seqs)"
     )
     memory_utilization: float = _setting(
-        ENGINE,
-        0.9,
-        "share of the device's memory to use if --kv-cache-memory is not given",
-        gt=0,
-        le=1,
-        allow_inf_nan=False,
+        ENGINE, 0.9, "share of the device's memory to use without --kv-cache-memory", gt=0, le=1, allow_inf_nan=False
     )
     prefix_caching: bool = _setting(ENGINE, True, "reuse the KV pages of prompts that begin alike")
     enforce_eager: bool | None = _setting(ENGINE, None, "run without graphs")
     compile: bool | Literal["auto"] = _setting(
         ENGINE,
         "auto",
-        "on | off | auto: on a CPU, compile the forward pass with g++ and cache it; on: before the first request; "
-        "auto: in the background; off: never",
+        "on | off | auto: on a CPU, compile with g++ before the first request, never, or in the background",
     )
     max_graphs: int = _setting(
         ENGINE, 48, "most graphs to capture; a step that fits none exactly is padded to the next larger one", gt=0
     )
-    tune: Literal["auto", "off"] = _setting(
-        ENGINE,
-        "auto",
-        "auto | off: on a CPU, time products of few rows at each start",
-    )
+    tune: Literal["auto", "off"] = _setting(ENGINE, "auto", "auto | off: time products of few rows on a CPU at startup")
     batch_invariant: bool = _setting(
-        ENGINE,
-        False,
-        "sum in the same order in every batch: texts do not depend on the batch, in 16 bits too, but steps are slower",
+        ENGINE, False, "sum in the same order in every batch: no text depends on the batch, but steps are slower"
     )
     tensor_parallel_size: int = _setting(
-        ENGINE,
-        1,
-        "processes that share each layer of the model on one host, each with its own device, or all on one CPU",
-        gt=0,
+        ENGINE, 1, "processes on one host that share each layer, each with its device, or all on one CPU", gt=0
     )
     distributed_timeout_seconds: int = _setting(
         ENGINE, 600, "longest time that one of these processes waits for another while they load", gt=0

@@ -1,15 +1,15 @@
-"""The flags of `dflash-server serve`: one for every setting, and those of vLLM and SGLang."""
+"""The flags of `dflash-server serve`: one for every setting, and those of other projects."""
 
 import argparse
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, get_args
 
 from app.config.aliases import PEER_FLAGS
 from app.config.engine import CHAT, ENGINE, LOGS, MODEL, SERVER, SPECULATION
-from app.config.error import ConfigError
 from app.config.parser import Parser
 from app.config.settings import env_name, flag_name, no_flag_name
-from app.config.sources import SETTINGS, GivenSetting, nearest
+from app.config.sources import SETTINGS, GivenSetting
 
 GROUPS = (MODEL, SPECULATION, ENGINE, CHAT, SERVER, LOGS)
 THREE_WAYS = {"compile"}
@@ -17,20 +17,12 @@ THREE_WAYS = {"compile"}
 
 
 def parse_flags(arguments: Sequence[str]) -> list[GivenSetting]:
-    """Return the settings that the flags of `serve` give, in their order.
+    """Return the settings that the flags of `serve` give, in their order. `field` is "" if a flag sets nothing.
 
     `--help` prints the help and leaves the process. Raises ConfigError.
     """
-    parser = serve_parser()
-    namespace, unknown = parser.parse_known_args(_with_value([_dashed(argument) for argument in arguments]))
-    if unknown:
-        flag = next((argument for argument in unknown if argument.startswith("-")), None)
-        if flag is None:
-            raise ConfigError(f"unexpected argument {unknown[0]}", "only one MODEL can be served")
-        name = flag.split("=")[0]
-        hint = nearest(name, parser._option_string_actions) or "`dflash-server serve --help` lists all flags"
-        raise ConfigError(f"unknown flag {name}", hint)
-    return list(namespace.given)
+    words = _with_value([_dashed(argument) for argument in arguments])
+    return list(serve_parser().parse_args(words).given)
 
 
 def serve_parser() -> Parser:
@@ -45,12 +37,12 @@ def serve_parser() -> Parser:
     groups = {title: parser.add_argument_group(title) for title in GROUPS}
     for name, field in SETTINGS.items():
         _add_setting(groups[field.json_schema_extra["group"]], name, field)
-    group = parser.add_argument_group("flags of vLLM and SGLang that are understood too")
+    group = parser.add_argument_group("flags of vLLM, SGLang and llama-server that are understood too")
     for peer in PEER_FLAGS:
-        meaning = "refused" if peer.value == "refused" else peer.ours or "nothing to set"
-        text = f"{meaning} ({peer.peers})" + (f"; {peer.note}" if peer.note else "")
-        options: dict[str, Any] = {"dest": "given", "const": peer, "nargs": peer.nargs, "metavar": "VALUE"}
-        group.add_argument(peer.flag, action=_PeerAction, help=text, **options)
+        options: dict[str, Any] = {"dest": "given", "const": peer, "metavar": "VALUE", "action": _PeerAction}
+        options["help"] = f"{peer.ours}; {peer.note}" if peer.note else peer.ours
+        for nargs, names in groupby(sorted(peer.names, key=lambda name: str(peer.nargs(name))), peer.nargs):
+            group.add_argument(*names, nargs=nargs, **options)
     return parser
 
 
@@ -104,9 +96,12 @@ class _SettingAction(argparse.Action):
 
 
 class _PeerAction(argparse.Action):
-    """Collect the setting that another project's flag means. `const` is the PeerFlag."""
+    """Collect what another project's flag means, or why it is refused. `const` is the PeerFlag."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        value = self.const.read(values)
-        if self.const.field:
-            namespace.given = [*namespace.given, GivenSetting(self.const.flag, self.const.field, value)]
+        peer, name = self.const, str(option_string)
+        if fault := peer.fault(name, values):
+            parser.faults.append(fault)
+        elif peer.kind != "only":
+            spelling = f"{name} {values}" if peer.kind == "taken" and values else name
+            namespace.given = [*namespace.given, GivenSetting(spelling, peer.field, peer.read(values))]

@@ -26,6 +26,7 @@ from app.config.values import (
     OnOffAuto,
     ParserName,
     RootPath,
+    Tokens,
     ToolParserName,
     Url,
     Words,
@@ -37,6 +38,8 @@ ENGINE_TYPES: dict[str, Any] = {
     "dtype": Dtype,
     "device": Device,
     "verify": BlockRows,
+    "max_model_len": Tokens | None,
+    "max_num_batched_tokens": Tokens | None,
     "kv_cache_memory": Bytes | None,
     "state_cache_memory": Bytes | None,
     "enforce_eager": YesOrChosen,
@@ -81,6 +84,8 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     engine: EngineConfig = EngineConfig(Path())
+    notes: tuple[str, ...] = ()
+    """What the log says of flags that set nothing."""
     model: str = setting(
         MODEL, "demo", "target: a folder, a Hugging Face id, or `demo`, the pair that is included", min_length=1
     )
@@ -95,10 +100,7 @@ class Config(BaseModel):
     )
 
     kv_events_config: KvEvents | None = setting(
-        ENGINE,
-        None,
-        'publish changes of the prefix cache, like vLLM: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}',
-        metavar="JSON",
+        ENGINE, None, 'publish changes of the prefix cache: {"enable_kv_cache_events": true}, like vLLM', metavar="JSON"
     )
 
     default_chat_template_kwargs: JsonObject = setting(
@@ -121,28 +123,19 @@ class Config(BaseModel):
     )
     api_key_file: Path | None = setting(SERVER, None, "file with one key per line", metavar="FILE")
     admin_key: Keys = setting(
-        SERVER,
-        [],
-        "keys; a request that flushes the prefix cache must have one of them (default: the API keys)",
-        metavar="KEY",
-        repr=False,
+        SERVER, [], "keys to flush the prefix cache with (default: the API keys)", metavar="KEY", repr=False
     )
     allowed_origins: Words = setting(
         SERVER, [], "origins whose pages may call this server (CORS); * for all origins", metavar="ORIGIN"
     )
     max_queue: NonNegativeInt | None = setting(
-        SERVER,
-        None,
-        "most requests that wait, in addition to the running ones; others get 429 (default: 4 x max_num_seqs)",
+        SERVER, None, "most requests that wait while others run; more get 429 (default: 4 x max_num_seqs)"
     )
     max_concurrency_per_key: PositiveInt | None = setting(
         SERVER, None, "most requests in flight per API key, or per client address without keys; others get 429"
     )
     request_timeout: FiniteFloat = setting(
-        SERVER,
-        0.0,
-        "seconds after which a request ends with 504; 0: never; the header X-Request-Timeout may shorten it",
-        ge=0,
+        SERVER, 0.0, "seconds until a request fails with 504; 0: never; X-Request-Timeout may shorten it", ge=0
     )
     shutdown_timeout: FiniteFloat = setting(SERVER, 30.0, "seconds that running requests get after SIGTERM", ge=0)
     drain_delay: FiniteFloat = setting(
@@ -155,10 +148,7 @@ class Config(BaseModel):
     log_prompts: bool = setting(LOGS, False, "log prompts")
     metrics_prefix: MetricsPrefix = setting(LOGS, "dflash:", "prefix of metric names; `vllm:` for vLLM's dashboards")
     otlp_traces_endpoint: Url | None = setting(
-        LOGS,
-        None,
-        "send a span of each request to this OpenTelemetry collector: http://host:4317; needs 'dflash-server[otlp]'",
-        metavar="URL",
+        LOGS, None, "OpenTelemetry collector of a span for each request, such as http://host:4317", metavar="URL"
     )
 
     @classmethod
@@ -196,4 +186,4 @@ class Config(BaseModel):
 
 
 ENGINE_SETTINGS: dict[str, Any] = _EngineSettings.model_fields
-SERVER_SETTINGS: dict[str, Any] = {name: field for name, field in Config.model_fields.items() if name != "engine"}
+SERVER_SETTINGS: dict[str, Any] = {n: field for n, field in Config.model_fields.items() if n not in ("engine", "notes")}

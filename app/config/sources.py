@@ -3,7 +3,6 @@
 Every value keeps the spelling it came with, so an error names the flag, the variable or the key that the user wrote.
 """
 
-import difflib
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from pydantic import ValidationError
 
 from app.config.aliases import PEER_FLAGS, SPECULATIVE_CONFIG
 from app.config.engine import MODEL, SPECULATION
-from app.config.error import ConfigError
+from app.config.error import ConfigError, nearest
 from app.config.settings import ENGINE_SETTINGS, ENV_PREFIX, SERVER_SETTINGS, Config, env_name, setting
 from app.config.values import UNREADABLE, parse_json
 
@@ -25,10 +24,7 @@ SETTINGS: dict[str, Any] = {
     **ENGINE_SETTINGS,
     "config": setting(MODEL, None, "YAML file with the same names: `max_num_seqs: 8`", metavar="FILE"),
     "speculative_config": setting(
-        SPECULATION,
-        None,
-        'as vLLM has it, in JSON: {"method": "dflash", "model": PATH, "num_speculative_tokens": N}',
-        metavar="JSON",
+        SPECULATION, None, 'vLLM\'s: {"method": "dflash", "model": PATH, "num_speculative_tokens": N}', metavar="JSON"
     ),
 }
 """Name -> pydantic FieldInfo. The last two are not settings themselves, but bring others."""
@@ -37,7 +33,7 @@ EXCLUSIVE = {"kv_cache_memory": "memory_utilization", "memory_utilization": "kv_
 
 
 class GivenSetting(NamedTuple):
-    """A setting as a user gave it: its spelling there, its field, its value."""
+    """A setting as a user gave it: its spelling there, its field, its value. Without a field it sets nothing."""
 
     spelling: str
     field: str
@@ -46,11 +42,13 @@ class GivenSetting(NamedTuple):
 
 def load_config(flags: Iterable[GivenSetting] = ()) -> Config:
     """Settle flags, environment and YAML file. Raises ConfigError naming the flag, variable or key at fault."""
-    settings = _put_beneath(_put_beneath({}, flags), _environment())
+    given_flags = list(flags)
+    notes = [f"{given.spelling}: {given.value}" for given in given_flags if not given.field]
+    settings = _put_beneath(_put_beneath({}, (given for given in given_flags if given.field)), _environment())
     if file := settings.pop("config", None):
         settings = _put_beneath(settings, _yaml_file(Path(file.value)))
     try:
-        config = Config.of(**{field: given.value for field, given in settings.items()})
+        config = Config.of(**{field: given.value for field, given in settings.items()}, notes=notes)
     except ValidationError as error:
         first = error.errors()[0]
         field = str(first["loc"][0])
@@ -66,19 +64,13 @@ def load_config(flags: Iterable[GivenSetting] = ()) -> Config:
     return config
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint with the known name nearest to `name`, or an empty string."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"did you mean {found[0]}?" if found else ""
-
-
 def _environment() -> Iterator[GivenSetting]:
     """Yield the DFLASH_* variables that are set. Raises ConfigError for one that is no setting."""
     foreign = _kubernetes_variables()
     known = {env_name(field) for field in SETTINGS}
     for name in sorted(os.environ):
         if name.startswith(ENV_PREFIX) and name not in known and name not in foreign:
-            raise _unknown("environment variable", name, known, name.removeprefix(ENV_PREFIX).lower(), env_name)
+            raise _unknown("environment variable", name, SETTINGS, name.removeprefix(ENV_PREFIX).lower(), env_name)
     values = {name.upper(): value for name, value in os.environ.items() if name not in foreign}
     for field in SETTINGS:
         if value := values.get(env_name(field)):
@@ -122,9 +114,13 @@ def settings_of(
 
 def _unknown(kind: str, shown: str, known: Iterable[str], field: str, spell: Callable[[str], str]) -> ConfigError:
     """Return the error for a name that is no setting. It hints at our name for another project's, or at the nearest."""
-    ours = next((p.field for p in PEER_FLAGS if p.field and p.flag.lstrip("-").replace("-", "_") == field), None)
-    hint = f"it is {spell(ours)} here" if ours else nearest(spell(field), known)
-    return ConfigError(f"unknown {kind} {shown}", hint or "`dflash-server serve --help` lists them all")
+    peers = {name.lstrip("-").replace("-", "_"): peer for peer in PEER_FLAGS for name in peer.names}
+    if peer := peers.get(field):
+        hint = f"it is {spell(peer.field)} here" if peer.field else f"{peer.ours}: {peer.note}"
+    else:
+        near = nearest(field, known)
+        hint = f"did you mean {spell(near)}?" if near else "`dflash-server serve --help` lists them all"
+    return ConfigError(f"unknown {kind} {shown}", hint)
 
 
 def _put_beneath(above: dict[str, GivenSetting], source: Iterable[GivenSetting]) -> dict[str, GivenSetting]:
@@ -164,7 +160,8 @@ def _spread(given: GivenSetting) -> Iterator[GivenSetting]:
         raise ConfigError(f"{spelling}: an object is wanted, not {config!r}", example)
     for key, value in config.items():
         if key not in SPECULATIVE_CONFIG:
-            hint = nearest(str(key), SPECULATIVE_CONFIG) or f"known are {', '.join(SPECULATIVE_CONFIG)}"
+            near = nearest(str(key), SPECULATIVE_CONFIG)
+            hint = f"did you mean {near}?" if near else f"known are {', '.join(SPECULATIVE_CONFIG)}"
             raise ConfigError(f"{spelling}: unknown key {key!r}", hint)
         field = SPECULATIVE_CONFIG[key]
         if field is None and str(value).lower() != "dflash":

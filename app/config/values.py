@@ -37,6 +37,14 @@ def parse_bytes(text: str) -> int:
     return int(Decimal(number) * base ** " KMGT".index(unit or " "))
 
 
+def parse_tokens(text: str) -> str | int:
+    """Return the tokens of "32k" (32,000) or "32K" (32,768), like vLLM. Other text stays as it is."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmKM])", text, re.ASCII)
+    if match is None:
+        return text
+    return int(Decimal(match[1]) * {"k": 1000, "m": 1000**2, "K": 1024, "M": 1024**2}[match[2]])
+
+
 def parse_json(text: str) -> Any:
     """Return the value of a JSON text. Raises ValueError, whatever the parser raises."""
     try:
@@ -119,14 +127,10 @@ Keys = Annotated[Words, WrapValidator(_refuse_empty_keys)]
 KvEvents = Annotated[KvEventsConfig, BeforeValidator(_read_kv_events)]
 JsonObject = Annotated[dict[str, Any], _if_text(parse_json)]
 Bytes = Annotated[PositiveInt, _if_text(parse_bytes)]
+Tokens = Annotated[int, _if_text(parse_tokens)]
 Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], _spelt(DTYPES)]
-Device = Annotated[
-    str,
-    require(
-        lambda name: re.fullmatch(r"auto|cpu|(cuda|npu)(:\d+)?", name),
-        "a device is auto, cpu, cuda, cuda:N, npu or npu:N",
-    ),
-]
+_DEVICE = re.compile(r"auto|cpu|(cuda|npu)(:\d+)?")
+Device = Annotated[str, require(_DEVICE.fullmatch, "a device is auto, cpu, cuda, cuda:N, npu or npu:N")]
 NumDrafts = Annotated[
     int, require(lambda count: count >= 1, "a block needs at least 1 draft token; --no-speculation decodes plainly")
 ]
@@ -143,13 +147,8 @@ BlockRows = Annotated[
     Field(pattern=r"^(auto|full|[1-9]\d*)$"),
     AfterValidator(lambda rows: int(rows) if rows.isdecimal() else rows),
 ]
-Url = Annotated[
-    str,
-    require(
-        lambda url: re.fullmatch(r"(https?|grpc)://[^/\s]+\S*", url),
-        "an address begins with http://, https:// or grpc://",
-    ),
-]
+_URL = re.compile(r"(https?|grpc)://[^/\s]+\S*")
+Url = Annotated[str, require(_URL.fullmatch, "an address begins with http://, https:// or grpc://")]
 RootPath = Annotated[str, Field(pattern=r"^(/[^/\s]+)*$")]
 MetricsPrefix = Annotated[str, Field(pattern=r"^[a-zA-Z_:][a-zA-Z0-9_:]*$")]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], _spelt({})]

@@ -36,12 +36,14 @@ Phase = Literal["loading", "ready", "draining", "dead"]
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """Phase of the engine. `info` is set once it was ready; `reason` says why it is not ready, if that is known."""
+    """Phase of the engine. `info` is set once it was ready; `reason` says why it is not ready, if that is known. With
+    `user_error` it is dead because its first start failed, as the next would."""
 
     phase: Phase
     info: EngineInfo | None = None
     progress: LoadProgress | None = None
     reason: str | None = None
+    user_error: bool = False
 
 
 class EngineUnavailable(Exception):
@@ -136,7 +138,7 @@ class Supervisor:
             if self._count_death(fatal):
                 if not fatal.user_error:  # the server prints the reason of a refusal as its last line
                     logger.error("giving up: %s", fatal.reason)
-                self._set_state(EngineState("dead", reason=fatal.reason))
+                self._set_state(EngineState("dead", reason=fatal.reason, user_error=fatal.user_error))
                 return
             pause = self._backoff * 2**self._num_failed_starts
             logger.error("%s; starting it again in %.1f s", fatal.reason, pause)
@@ -216,11 +218,9 @@ class Supervisor:
         hang.reschedule(0.0)
 
     def _count_death(self, fatal: Fatal) -> bool:
-        """Count a death. Return True if it is the last: a user error, or the third start in a row that was never ready.
-
-        Also the third death within a minute, or the third in a row within a minute of the engine's first request. A
-        hang counts from its beginning.
-        """
+        """Count a death. Return True if it is the last: a user error, or the third start in a row that was never ready,
+        or the third death within a minute, or in a row within a minute of the first request. A hang counts from its
+        beginning."""
         now = time.monotonic()
         self._deaths.append(now)
         quick = len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < DEATHS_WINDOW_SECONDS

@@ -142,7 +142,9 @@ def test_eval_of_one_server_takes_both_ways_and_holds_it_to_an_acceptance_length
 def test_eval_reads_gsm8k(server: OwnServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "gsm8k.jsonl"
     data.write_text('{"question": "What is 3 + 4?", "answer": "3 + 4 = <<3+4=7>>7\\n#### 7"}\n')
-    assert main(["eval", "--data", str(data), "--instruction", "", "--concurrency", "1", "--base-url", server.url]) == 0
+    assert (
+        main(["eval", "--dataset", str(data), "--instruction", "", "--concurrency", "1", "--base-url", server.url]) == 0
+    )
     assert "| gsm8k | 1 | 100.0 % | 100.0 % | 100.0 % | 1 | 0 | 0 |" in capsys.readouterr().out
 
 
@@ -159,7 +161,7 @@ def test_eval_reads_gsm8k(server: OwnServer, tmp_path: Path, capsys: pytest.Capt
         ("--serve-args=--port=1", 2, "--serve-args --port=1"),
         ("--compare plain --serve-args=--frobnicate", 1, "the server plain did not start: error: unknown flag"),
         ("--out /proc/x", 2, "--out /proc/x"),
-        ("eval --data demo:prose", 2, "nobody can tell whether answers to prose are right"),
+        ("eval --dataset demo:prose", 2, "nobody can tell whether answers to prose are right"),
         ("eval --base-url http://a --serve-args=--x", 2, "give one of them"),
     ],
 )

@@ -98,7 +98,7 @@ def test_a_user_error_of_the_engine_ends_the_server_with_its_reason(script, mode
         process.read_url()
         script.see("started")
         script.order("fatal", reason="no such device: npu:9", user_error=True)
-        assert process.wait() == 1
+        assert process.wait() == 2
         said = "".join(process.lines())
     assert "error: no such device: npu:9\n" in said and said.count("no such device") == 1, "told once"
 
@@ -236,7 +236,7 @@ def test_on_a_read_only_file_system_it_serves_from_shared_memory_or_says_what_it
             assert process.wait() == 0
         else:
             assert "Set TMPDIR" in process.read_until("error: ")
-            assert process.wait() == 1
+            assert process.wait() == 2
 
 
 @pytest.mark.parametrize(("of_one", "most"), [(9, 4), (3, 3)])

@@ -12,6 +12,8 @@ PARTS = {
 
 
 def main(arguments: Sequence[str]) -> int:
+    if arguments[:1] == ["serve"]:  # vLLM's name
+        arguments = ["http", *arguments[1:]]
     part = choose("tools.bench", PARTS, arguments, default="http")
     if isinstance(part, int):
         return part

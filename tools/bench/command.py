@@ -20,11 +20,11 @@ def guarded(work: Callable[[], int]) -> int:
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         return work()
-    except (ConfigError, ServerError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        if error.hint:
-            print(f"hint: {error.hint}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    except ConfigError as error:
+        return error.show()
+    except ServerError as error:
+        ConfigError(str(error), error.hint).show()
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

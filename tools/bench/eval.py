@@ -24,6 +24,7 @@ from tools.bench.flags import add_sampling_flags, add_server_flags, amount, coun
 from tools.bench.http import loads, servers
 from tools.bench.report import Publication
 from tools.bench.traffic import Load, Round, run_round
+from tools.parts import ToolParser
 
 TOLERANCE = 0.03
 """Relative difference of acceptance lengths that a few hundred problems cannot resolve."""
@@ -36,11 +37,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def evaluate(options: argparse.Namespace, command: str) -> int:
-    datasets = prompts.named(options.data, options.seed, options.instruction)
+    datasets = prompts.named(options.dataset, options.seed, options.instruction)
     for dataset in datasets:
         if not all(prompt.judge for prompt in dataset.first(dataset.size or 1)):
             raise ConfigError(
-                f"--data {options.data}: nobody can tell whether answers to {dataset.name} are right",
+                f"--dataset {options.dataset}: nobody can tell whether answers to {dataset.name} are right",
                 f"GSM8K's lines have an answer, and demo:{','.join(prompts.judged_domains())}",
             )
     if options.base_url and options.serve_args:
@@ -107,11 +108,11 @@ def _unexpected(cells: Sequence[Cell], expected: float | None) -> Iterator[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = ToolParser(
         prog="python -m tools.bench eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--data", default="demo:math", help="GSM8K's .jsonl, or demo:DOMAIN,... [default: demo:math]")
+    add("--dataset", default="demo:math", help="GSM8K's .jsonl, or demo:DOMAIN,... [default: demo:math]")
     parser.set_defaults(request_rate=None)
     add("--limit", type=count, metavar="N", help="the first N problems [default: all]")
     add("--concurrency", type=counts, default=[1, 8], metavar="N,N", help="[default: 1,8]")

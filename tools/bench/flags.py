@@ -16,6 +16,8 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--base-url", type=named_url, action="append", default=[], metavar="[NAME=]URL", help=about)
     add("--api-key", metavar="KEY")
     add("--model", metavar="NAME", help="[default: the first of /v1/models]")
+    about = "vLLM's; nothing to set, because prompts decide whether they are chats"
+    add("--backend", choices=["openai", "openai-chat", "vllm"], help=about)
     about = "flags of `serve` for servers that the bench starts"
     add("--serve-args", type=shlex.split, default=[], metavar="'...'", help=about)
     add("--timeout", type=amount, default=600.0, metavar="S", help="seconds of silence that are a failure")

@@ -28,6 +28,7 @@ from tools.bench.paired import MIN_ROUNDS, Claim, rounds
 from tools.bench.report import Publication
 from tools.bench.table import split_page
 from tools.bench.traffic import Load, Round, run_round
+from tools.parts import ToolParser
 
 MAX_ROUNDS = 40
 SYNTHETIC_LEN = 128
@@ -39,6 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     by_mean = options.input_len or options.output_len
     if bool(options.dataset) + bool(by_mean) + bool(options.lengths) > 1:
         made.error("--dataset, --lengths, and --input-len or --output-len exclude each other")
+    if options.dataset_name and not by_mean:
+        made.error("--dataset-name random wants --input-len or --output-len")
     if options.len_spread and not by_mean:
         made.error("--len-spread is of --input-len and --output-len")
     return guarded(lambda: bench(options, f"python -m tools.bench http {shlex.join(arguments)}"))
@@ -163,7 +166,7 @@ def _synthetic(runner: asyncio.Runner, server: Server, options: argparse.Namespa
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = ToolParser(
         prog="python -m tools.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_server_flags(parser)
@@ -173,8 +176,10 @@ def parser() -> argparse.ArgumentParser:
     add("--block-sizes", type=counts, default=[], metavar="N,N", help="blocks of N rows, against plain")
     add = parser.add_argument_group("prompts").add_argument
     add("--dataset", help="demo:DOMAIN,... or a .jsonl file [default: demo:math]")
-    add("--input-len", type=count, metavar="N", help="synthetic prompts of about N tokens")
-    add("--output-len", type=count, metavar="N", help="and answers of N tokens, by ignore_eos")
+    add("--input-len", "--random-input-len", type=count, metavar="N", help="synthetic prompts of about N tokens")
+    add("--output-len", "--random-output-len", type=count, metavar="N", help="and answers of N tokens, by ignore_eos")
+    about = "vLLM's: `random` is --input-len and --output-len, and a file is --dataset"
+    add("--dataset-name", choices=["random"], help=about)
     about = "log-normal lengths of sigma S, answers of the second [default: 0, alike]"
     add("--len-spread", type=spreads, metavar="S[,S]", help=about)
     about = (
@@ -184,7 +189,7 @@ def parser() -> argparse.ArgumentParser:
     add("--lengths", choices=prompts.PRESETS, help=about)
     add_sampling_flags(parser, max_tokens=256)
     add = parser.add_argument_group("load and duration").add_argument
-    add("--concurrency", type=counts, default=[1, 4, 16], metavar="N,N", help="[default: 1,4,16]")
+    add("--concurrency", "--max-concurrency", type=counts, default=[1, 4, 16], metavar="N,N", help="[default: 1,4,16]")
     about = "Poisson arrivals, R a second, instead of a fixed number at once"
     add("--request-rate", type=rates, metavar="R,R", help=about)
     about = "[default: 3 x concurrency, but at least 8; 32 at a rate]"

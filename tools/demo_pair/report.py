@@ -3,7 +3,6 @@
 The table goes into README.md beside the checkpoint.
 """
 
-import argparse
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from tools.bench.table import Row, markdown, write_page
 from tools.demo_pair.checkpoint_files import CHECKPOINT, load_target
 from tools.demo_pair.corpus import DOMAINS, TOOLS, Sample, is_right, samples
 from tools.demo_pair.model import Target
+from tools.parts import ToolParser
 
 POSITIONS = (1, 2, 4, 8, 12, 15)
 _COUNTED = ("math", "copy", "jumble", "code", TOOLS)
@@ -127,7 +127,7 @@ def write_report(folder: Path = CHECKPOINT, count: int = 200, seed: int = 1) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.demo_pair.report", description=__doc__.splitlines()[0])
+    parser = ToolParser(prog="python -m tools.demo_pair.report", description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=200, help="a domain")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()

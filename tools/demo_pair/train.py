@@ -29,6 +29,7 @@ from tools.demo_pair.model import Draft, Shape, Target
 from tools.demo_pair.report import write_report
 from tools.demo_pair.rows import DRAFT_WEIGHTS, TARGET_WEIGHTS, Batch, batches
 from tools.demo_pair.tokenizer import MASK, train_tokenizer
+from tools.parts import ToolParser
 
 
 def main() -> None:
@@ -51,7 +52,7 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tools.demo_pair.train", description=__doc__.splitlines()[0])
+    parser = ToolParser(prog="python -m tools.demo_pair.train", description=__doc__.splitlines()[0])
     parser.add_argument("--work-dir", type=Path, default=Path("build/demo"), help="checkpoints to resume from")
     parser.add_argument("--out", type=Path, default=CHECKPOINT, help="folder that gets target/ and draft/")
     parser.add_argument("--stage", choices=("all", "target", "draft"), default="all")

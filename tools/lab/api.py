@@ -29,6 +29,7 @@ from tools.bench.table import Row, Table
 from tools.lab import streaming
 from tools.lab.publish import Verdict, publish
 from tools.lab.streaming import cpu_seconds
+from tools.parts import ToolParser
 
 MAX_SHARE = 0.05
 MAX_SECONDS = {"dflash-server --help": 0.4, "dflash-server serve, a second start": 6.0}
@@ -164,7 +165,7 @@ def _tell(update: Callable[..., None], task: int, part: str, text: str) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = ToolParser(
         prog="python -m tools.lab api", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = made.add_argument

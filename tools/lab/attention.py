@@ -19,6 +19,7 @@ from tools.bench.flags import add_out_flag, count, counts
 from tools.bench.table import Row, Table
 from tools.lab.beside_read import OWN, PYTORCH, READ, rate, ratios, timed
 from tools.lab.publish import publish
+from tools.parts import ToolParser
 
 PAGE = 16
 BYTES = 96 << 20
@@ -78,7 +79,7 @@ def measured(options: argparse.Namespace, batch: int, context: int, queries: int
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m tools.lab attention", description=__doc__)
+    made = ToolParser(prog="python -m tools.lab attention", description=__doc__)
     made.add_argument("--rounds", type=count, default=9, metavar="N", help="[default: 9]")
     made.add_argument("--rows", type=counts, default=[1, 16], metavar="N,N", help="of a sequence [default: 1,16]")
     made.add_argument("--batches", type=counts, default=[1, 16], metavar="N,N", help="[default: 1,16]")

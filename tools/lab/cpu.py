@@ -24,6 +24,7 @@ from tools.bench.table import Row, Table
 from tools.lab import in_process, loads
 from tools.lab.products import Products
 from tools.lab.publish import publish
+from tools.parts import ToolParser
 
 WAYS = ("plain", "full", "auto")
 TRANSFORMERS = "transformers"
@@ -127,7 +128,7 @@ def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = ToolParser(
         prog="python -m tools.lab cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--rounds", type=count, default=6, metavar="N", help="[default: 6]")

@@ -20,6 +20,7 @@ from tools.bench.table import Table
 from tools.lab import random_weights, step
 from tools.lab.publish import publish
 from tools.lab.step_timing import Bench, Measured, Shape
+from tools.parts import ToolParser
 
 DTYPES = ("float32", "bfloat16")
 ACCEPTED = "4"
@@ -99,7 +100,7 @@ def _timed(bench: Bench, core: EngineCore, options: argparse.Namespace) -> dict[
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m tools.lab dtypes", description=__doc__)
+    made = ToolParser(prog="python -m tools.lab dtypes", description=__doc__)
     about = "sizes, as of `step` [default: qwen3-0.6b]"
     made.add_argument("--random-weights", default="qwen3-0.6b", metavar="NAME", help=about)
     made.add_argument("--batches", type=counts, default=[1, 4, 16], metavar="N,N", help="[default: 1,4,16]")

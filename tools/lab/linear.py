@@ -16,6 +16,7 @@ from tools.bench.flags import add_out_flag, count
 from tools.bench.table import Row, Table
 from tools.lab.beside_read import OWN, PYTORCH, READ, rate, ratios, timed
 from tools.lab.publish import publish
+from tools.parts import ToolParser
 
 WEIGHTS = {
     "qkv": (4096, 1024),
@@ -83,7 +84,7 @@ def measured(multiply: linear.Multiply, name: str, weights: list[Tensor], rows: 
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m tools.lab linear", description=__doc__)
+    made = ToolParser(prog="python -m tools.lab linear", description=__doc__)
     made.add_argument("--rounds", type=count, default=9, metavar="N", help="[default: 9]")
     made.add_argument("--rows", type=count, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="N")
     made.add_argument("--weights", nargs="+", default=list(WEIGHTS), choices=list(WEIGHTS))

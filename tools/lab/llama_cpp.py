@@ -38,6 +38,7 @@ from tools.bench.traffic import Load
 from tools.lab.checkpoints import write_checkpoints
 from tools.lab.llama_source import LlamaCpp
 from tools.lab.publish import publish
+from tools.parts import ToolParser
 
 CACHE = Path(__file__).parents[2] / "build" / "llama.cpp"
 SLOTS = 16
@@ -230,7 +231,7 @@ def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = ToolParser(
         prog="python -m tools.lab llama_cpp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = made.add_argument

@@ -21,6 +21,7 @@ from tools.bench.table import Table
 from tools.lab.checkpoints import Kept
 from tools.lab.publish import publish
 from tools.lab.random_weights import TARGETS
+from tools.parts import ToolParser
 
 LAYER_BYTES = 0.1e9
 """About the bytes of one of the layers below in 16 bits."""
@@ -86,7 +87,7 @@ def _since(start: tuple[float, float]) -> tuple[float, float]:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m tools.lab loading", description=__doc__)
+    made = ToolParser(prog="python -m tools.lab loading", description=__doc__)
     made.add_argument("--gb", type=float, default=4.0, help="size of the checkpoint [4]")
     made.add_argument("--rounds", type=int, default=3)
     add_out_flag(made, "loading.json")

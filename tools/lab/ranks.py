@@ -23,6 +23,7 @@ from tools.bench.command import out_folder
 from tools.bench.flags import add_out_flag, count, counts
 from tools.bench.table import Row, Table
 from tools.lab.publish import Verdict, publish
+from tools.parts import ToolParser
 
 PAGE_SIZE, BLOCK = 16, 16
 LIMIT_MS = 0.3
@@ -98,7 +99,7 @@ def _fail(reason: str) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m tools.lab ranks", description=__doc__)
+    made = ToolParser(prog="python -m tools.lab ranks", description=__doc__)
     made.add_argument("--sizes", type=counts, default=[2, 8], help="numbers of ranks [2,8]")
     made.add_argument("--batches", type=counts, default=[1, 32, 128], help="numbers of sequences [1,32,128]")
     made.add_argument("--context", type=count, default=2048, help="tokens of each sequence [2048]")

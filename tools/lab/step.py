@@ -35,6 +35,7 @@ from tools.lab import random_weights, simulated
 from tools.lab.publish import Verdict, publish
 from tools.lab.simulated import FLAG, survival, wish
 from tools.lab.step_timing import Bench, Measured, Shape, Split, measure, room
+from tools.parts import ToolParser
 
 CONTEXTS = [256, 512, 1024, 2048, 4096, 8192]
 LINEAR_ALLOWANCE = 0.2
@@ -355,7 +356,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = ToolParser(
         prog="python -m tools.lab step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = made.add_argument_group("the models").add_argument

@@ -17,6 +17,7 @@ from tools.bench.paired import Claim, Comparison, rounds
 from tools.bench.table import Row, Table
 from tools.lab import in_process, loads
 from tools.lab.publish import publish
+from tools.parts import ToolParser
 
 KEEPS_CONTEXT = "k=1"
 """The variant that loads a draft and keeps its context, but never drafts."""
@@ -86,7 +87,7 @@ def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = ToolParser(
         prog="python -m tools.lab widths", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--loads", nargs="+", choices=loads.LOADS, default=loads.LOADS, metavar="TEXT")

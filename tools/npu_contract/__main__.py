@@ -6,7 +6,6 @@ Prompts are random token ids, and the engine runs in this process. A wrong call 
 rule.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,12 +17,13 @@ from app.config.engine import EngineConfig
 from app.engine.load.engine import build_engine
 from app.messages import Request
 from tools.npu_contract.check import Checked
+from tools.parts import ToolParser
 
 LONGEST_PROMPT = 300
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m tools.npu_contract", description=__doc__)
+    parser = ToolParser(prog="python -m tools.npu_contract", description=__doc__)
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--device", default="npu:0")

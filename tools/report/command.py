@@ -64,13 +64,10 @@ def main(arguments: Sequence[str]) -> int:
         with own_cache(folder, options.triton_cache) as pack_kernels:
             return runner.report(options.device, folder, sections(options), told=pack_kernels, **about(options))
     except OSError as error:
-        print(f"error: --out {folder}: {error.strerror or error}", file=sys.stderr)
-        print("hint: give a folder that this user may write to, on a disk with room", file=sys.stderr)
-        return 2
+        hint = "give a folder that this user may write to, on a disk with room"
+        return ConfigError(f"--out {folder}: {error.strerror or error}", hint).show()
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        print(f"hint: {error.hint}", file=sys.stderr)
-        return 2
+        return error.show()
 
 
 def parse(arguments: Sequence[str]) -> tuple[Options, Path]:

@@ -51,7 +51,7 @@ def find_folder(name: str, role: Literal["target", "draft"]) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise UnsupportedError(f"{role} {name} is a file; give the folder that holds config.json and the weights")
+        raise UnsupportedError(f"{role} {name} is a file; give the folder of config.json and safetensors (not GGUF)")
     if not _HUB_ID.fullmatch(name):
         neither = f"there is no such folder (looked for {folder.absolute()}), and it is not a Hugging Face id either"
         raise UnsupportedError(f"{role} {name}: {neither}; give a folder, an id such as Qwen/Qwen3-8B, or demo")

@@ -42,8 +42,9 @@ def read_checkpoints(config: EngineConfig) -> tuple[DecoderConfig, DFlashConfig 
     return target, draft
 
 
-def check_checkpoints(config: EngineConfig) -> None:
-    """Raise UnsupportedError for configs, headers of weights or a tokenizer that the engine cannot load."""
+def check_checkpoints(config: EngineConfig) -> tuple[DecoderConfig, DFlashConfig | None]:
+    """Return the shapes of both models. Raises UnsupportedError for configs, headers of weights or a tokenizer that the
+    engine cannot load."""
     target, draft = read_checkpoints(config)
     if not any((config.target / name).is_file() for name in TOKENIZER_FILES):
         looked = f"no tokenizer; looked for {', '.join(TOKENIZER_FILES)}"
@@ -59,6 +60,7 @@ def check_checkpoints(config: EngineConfig) -> None:
         taps = len(draft.target_layer_ids) * draft.target_hidden_size
         for name, shape in (_layers(draft.decoder) | {"hidden_norm": [hidden], "fc": [hidden, taps]}).items():
             find_tensor(stored, config.draft, f"{name}.weight", shape)
+    return target, draft
 
 
 def _layers(config: DecoderConfig) -> dict[str, list[int]]:

@@ -17,7 +17,7 @@ from app.engine.compile.backend import TracedBackend
 from app.engine.compile.packages import Shapes, traced_config, use_compiled
 from app.engine.core import EngineCore
 from app.engine.device.base import Backend
-from app.engine.device.factory import make_backend
+from app.engine.device.factory import found_device, make_backend
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.dflash.model import DFlashModel
 from app.engine.dflash.self_test import check_attention
@@ -111,7 +111,7 @@ def build_runner(
 @contextmanager
 def _explained(config: EngineConfig, rank: int) -> Iterator[Backend]:
     """Yield the backend of a rank. Errors of its device get a note with their meaning."""
-    check(Facts(config))
+    check(Facts(config, kind=found_device(config.device).partition(":")[0]))
     backend = make_backend(config.device, rank=rank, batch_invariant=config.batch_invariant)
     try:
         yield backend

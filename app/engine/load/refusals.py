@@ -6,25 +6,21 @@ from typing import Any, NamedTuple
 
 from app.config.engine import EngineConfig
 from app.engine.checkpoint.decoder import EXPERTS_ALIGNMENT
+from app.engine.checkpoint.read import check_checkpoints
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
-from app.engine.device.factory import found_device
 from app.engine.errors import UnsupportedError
 
 _VOCAB = "tokens in its vocabulary"
 
 
 class Facts(NamedTuple):
-    """What decides: the settings, and once known the models and dtype."""
+    """What decides: the settings, and once known the models, the dtype and the kind of device: cpu, cuda or npu."""
 
     config: EngineConfig
     target: DecoderConfig | None = None
     draft: DFlashConfig | None = None
     dtype: str = ""
-
-    @property
-    def kind(self) -> str:
-        """Return "cpu", "cuda" or "npu"."""
-        return found_device(self.config.device).partition(":")[0]
+    kind: str = ""
 
     @property
     def block_size(self) -> int:
@@ -71,7 +67,7 @@ REFUSALS = (
     Refusal(
         "--compile",
         "a GPU or an NPU",
-        lambda facts: facts.config.compile is True and facts.kind != "cpu",
+        lambda facts: facts.config.compile is True and facts.kind in ("cuda", "npu"),
         "it is for CPUs, and --device {kind} captures graphs instead; leave it out",
     ),
     Refusal(
@@ -150,3 +146,8 @@ def check(facts: Facts) -> None:
             known = {"kind": facts.kind, "block_size": facts.block_size, "size": facts.config.tensor_parallel_size}
             text = f"{refusal.flag}: {refusal.why}"
             raise UnsupportedError(text.format(config=facts.config, found=found, **known))
+
+
+def check_models(config: EngineConfig) -> None:
+    """Raise UnsupportedError for checkpoints that the engine cannot load, or not with these settings. Without torch."""
+    check(Facts(config, *check_checkpoints(config)))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from app import cli
+from app.config.aliases import PEER_FLAGS, PeerFlag
 from app.config.error import ConfigError
 from app.config.flags import THREE_WAYS, parse_flags, serve_parser
 from app.config.settings import Config, flag_name
@@ -47,7 +48,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, Path | None]]:
     calls: list[tuple[Path, Path | None]] = []
     module = SimpleNamespace(run=lambda config, target, draft: calls.append((target, draft)) or 7)
     monkeypatch.setitem(sys.modules, "app.api.process", module)  # type: ignore[arg-type]
-    monkeypatch.setattr("app.engine.checkpoint.read.check_checkpoints", lambda config: None)
+    monkeypatch.setattr("app.engine.load.refusals.check_models", lambda config: None)
     return calls
 
 
@@ -100,9 +101,62 @@ def test_flags_are_read_from_every_group() -> None:
     assert config.engine.enforce_eager and config.engine.log_format == "json"
 
 
-def test_an_unknown_flag_names_the_nearest() -> None:
-    error = refusal("--max-num-seq", "8")
-    assert str(error) == "unknown flag --max-num-seq" and error.hint == "did you mean --max-num-seqs?"
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--max-num-seq", "--max-num-seqs"),
+        ("--prot", "--port"),
+        ("--gpu-memory-utilisation", "--gpu-memory-utilization"),
+        ("--verfiy", "--verify"),
+        *((other, "") for other in ("--enable-lore-x", "--npu-chunk", "--fp8", "--tx-size", "-d", "-p", "--max-loras")),
+    ],
+)
+def test_a_typo_gets_the_flag_that_was_meant_and_another_flag_no_guess(given: str, meant: str) -> None:
+    error = refusal(given, "8")
+    assert str(error) == f"unknown flag {given}"
+    assert error.hint == (f"did you mean {meant}?" if meant else "`dflash-server serve --help` lists all flags")
+
+
+def test_all_flags_at_fault_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "x --fast 1 --prot 9 --quantization awq --fast=2 --nnodes 2 --max-num-seq 3"
+    assert cli.main(["serve", *command.split()]) == 2
+    *errors, hint = capsys.readouterr().err.splitlines()
+    assert [line.split(" is refused")[0] for line in errors] == [
+        "error: --quantization",
+        "error: --nnodes 2",
+        "error: unknown flag --fast",
+        "error: unknown flag --prot",
+        "error: unknown flag --max-num-seq",
+    ]
+    assert hint == "hint: did you mean --port --max-num-seqs?"
+
+
+ONE_DASH = sorted(name for peer in PEER_FLAGS for name in peer.names if not name.startswith("--"))
+PREFIXES = sorted({name[:end] for name in ONE_DASH for end in range(2, len(name))} - {"-h", *ONE_DASH})
+
+
+@pytest.mark.parametrize("command", ["serve", "check"])
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_no_beginning_of_a_flag_means_that_flag(
+    command: str,
+    prefix: str,
+    served: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    checked = SimpleNamespace(report=lambda *_, **__: 7)
+    monkeypatch.setitem(sys.modules, "app.check.command", checked)  # type: ignore[arg-type]
+    for arguments in ([prefix, "2"], [f"{prefix}2"], [f"{prefix}=2"]):
+        assert cli.main([command, *arguments]) == 2
+        assert capsys.readouterr().err.startswith(f"error: unknown flag {arguments[0].partition('=')[0]}\n")
+
+
+def test_a_flag_that_is_also_the_beginning_of_another_means_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "-t is refused: set OMP_NUM_THREADS" in str(refusal("-t", "2"))
+    assert "-s is refused" in str(refusal("-s", "1"))
+    assert typed("-m a -c 64 -a b").engine.max_model_len == 64
+    assert cli.main(["check", "-t", "2"]) == 2
+    assert "unknown flag -t" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -115,7 +169,7 @@ def test_an_unknown_flag_names_the_nearest() -> None:
         (["a", "--model", "b"], "MODEL and --model"),
         (["--speculative-algorithm", "EAGLE3"], "DFLASH only"),
         (["--enable-prefix-caching", "--no-prefix-caching"], "--enable-prefix-caching and --no-prefix-caching"),
-        (["--attention-backend", "fa3"], "leave it out"),
+        (["--quantization", "awq"], "give a checkpoint in bfloat16"),
         (["--speculative-dflash-block-size", "1"], "at least one draft"),
         (["--speculative-dflash-block-size", "16", "--num-speculative-tokens", "16"], "15 and 16"),
         (["-tp", "0"], "greater than 0"),
@@ -138,6 +192,64 @@ def test_a_mistake_exits_2_with_one_line_that_names_it(
 
 def test_the_same_flag_again_wins_as_in_any_command_line() -> None:
     assert typed("--port 1 --port 2").port == 2
+
+
+VLLMS = """Qwen/Qwen3.5-27B --speculative-config '{"method": "dflash", "model": "z-lab/Qwen3.5-27B-DFlash",
+    "num_speculative_tokens": 15}' --attention-backend flash_attn --max-num-batched-tokens 32768"""
+SGLANGS = """--model-path Qwen/Qwen3.5-35B-A3B --speculative-algorithm DFLASH --speculative-draft-model-path
+    z-lab/Qwen3.5-35B-A3B-DFlash --speculative-num-draft-tokens 16 --tp-size 1 --attention-backend trtllm_mha
+    --speculative-draft-attention-backend fa4 --mem-fraction-static 0.75 --mamba-scheduler-strategy extra_buffer
+    --trust-remote-code"""
+
+
+@pytest.mark.parametrize(("command", "size"), [(VLLMS, "27B"), (SGLANGS, "35B-A3B")], ids=["vLLM", "SGLang"])
+def test_a_command_of_dflashs_own_readme_starts_as_it_stands(command: str, size: str) -> None:
+    config = typed(command)
+    assert (config.model, config.draft_model) == (f"Qwen/Qwen3.5-{size}", f"z-lab/Qwen3.5-{size}-DFlash")
+    assert config.num_speculative_tokens == 15 and config.engine.tensor_parallel_size == 1
+    assert config.engine.max_num_batched_tokens == (32768 if command == VLLMS else None)
+    assert config.engine.memory_utilization == (0.9 if command == VLLMS else 0.75)
+    backend = "flash_attn" if command == VLLMS else "trtllm_mha"
+    assert f"--attention-backend {backend}: nothing to set, the device decides" in config.notes
+    assert len(config.notes) == (1 if command == VLLMS else 4)
+
+
+@pytest.mark.parametrize("peer", PEER_FLAGS, ids=lambda peer: peer.names[0])
+def test_a_flag_of_another_project_takes_the_values_that_it_has_there_and_no_model(peer: PeerFlag) -> None:
+    value = {"only": peer.means.upper().split()[0] if peer.means else "", "block": "8", "taken": "x"}
+    ours = {"memory_utilization": "0.5", "speculative_config": "{}", "draft_enforce_eager": "true"}
+    for name in peer.names:
+        given = value.get(peer.kind) or ours.get(peer.field, "1")
+        arguments = [name, given] if peer.nargs(name) != 0 else [name]
+        if peer.kind == "refused":
+            assert f"{name} is refused: {peer.note}" in str(refusal("m", *arguments))
+            continue
+        settings = parse_flags([*arguments, *([] if peer.field == "model" else ["MODEL"])])
+        assert peer.field == "model" or settings[-1] == ("MODEL", "model", "MODEL")
+        assert (peer.field in [setting.field for setting in settings]) is (peer.kind != "only")
+        config = load_config(setting for setting in settings if setting.field != "draft_tensor_parallel_size")
+        assert bool(config.notes) is (peer.kind == "taken")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "--speculative-config.method dflash --speculative-config.model d --speculative-config.num_speculative_tokens 7",
+        "--speculative_config.method=dflash --speculative_config.model=d --speculative_config.num_speculative_tokens=7",
+    ],
+)
+def test_keys_of_a_speculative_config_may_be_dotted(command: str) -> None:
+    config = typed(command)
+    assert (config.draft_model, config.num_speculative_tokens) == ("d", 7)
+    assert "DFLASH only" in str(refusal("--speculative-config.method", "eagle3"))
+
+
+@pytest.mark.parametrize(("given", "tokens"), [("2k", 2000), ("2K", 2048), ("1.5k", 1500), ("1M", 2**20), ("77", 77)])
+def test_numbers_of_tokens_may_be_short(given: str, tokens: int) -> None:
+    assert typed(f"--max-model-len {given}").engine.max_model_len == tokens
+    assert typed(f"--max-num-batched-tokens {given}").engine.max_num_batched_tokens == tokens
+    for wrong in ("2kk", "k", "2.5", "0k", "-1"):
+        assert f"--max-model-len {wrong}" in str(refusal("--max-model-len", wrong))
 
 
 def test_a_vllm_command_starts_as_it_stands() -> None:
@@ -169,6 +281,45 @@ def test_an_sglang_command_starts_as_it_stands() -> None:
 def test_a_misspelt_command_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["srve", "--port", "1"]) == 2
     assert "did you mean `dflash-server serve --port 1`?" in capsys.readouterr().err
+
+
+def test_a_leading_flag_means_serve(served: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--port", "9000"]) == 7 and len(served) == 1
+    assert cli.main(["--prot", "9000"]) == 2
+    assert capsys.readouterr().err.endswith("error: unknown flag --prot\nhint: did you mean --port?\n")
+
+
+def test_a_reader_that_has_seen_enough_of_a_check_ends_it_without_a_word() -> None:
+    code = (
+        "import sys, types\n"
+        "report = lambda *_, **__: [print(i, flush=True) for i in range(100_000)]\n"
+        "sys.modules['app.check.command'] = types.SimpleNamespace(report=report)\n"
+        "from app import cli\n"
+        "sys.exit(cli.main(['check']))\n"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stderr and process.stdout.readline() == "0\n"
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--num-speculative-tokens", "31"], "num_speculative_tokens 31 is outside 1..15"),
+        (["--verify", "99"], "--verify 99: a block has 16 rows; give 1 to 16"),
+        (["--tensor-parallel-size", "5"], "the target has 4 attention heads, which 5 does not divide"),
+        (["--batch-invariant", "--compile", "on"], "leave one of the two out"),
+        (["--max-model-len", "1m"], "max_position_embeddings"),
+    ],
+)
+def test_settings_that_do_not_fit_the_checkpoints_exit_2_before_a_server_starts(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "app.api.process", None)
+    assert cli.main(["serve", *arguments]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_an_unknown_command_is_told_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,6 +377,7 @@ def test_help_and_settings_and_checkpoints_import_little(arguments: str, heavy: 
         "from app import cli\n"
         "if not sys.argv[1:]:\n"
         "    import app.engine.checkpoint.read\n"
+        "    import app.engine.load.refusals\n"
         "    from app.config.flags import parse_flags\n"
         "    parse_flags(['--port', '1'])\n"
         "with contextlib.suppress(SystemExit):\n"

@@ -85,6 +85,7 @@ def test_an_unknown_environment_variable_names_the_nearest(field: str, monkeypat
         (None, "cannot be read", ""),
         ("max_num_seq: 4", "max_num_seq", "did you mean max_num_seqs?"),
         ("gpu-memory-utilization: 0.9", "gpu-memory-utilization", "it is memory_utilization here"),
+        ("quantization: awq", "quantization", "refused: weights are run in 16 or 32 bits"),
     ],
 )
 def test_a_yaml_file_that_cannot_be_used_is_named(tmp_path: Path, text: str | None, why: str, hint: str) -> None:
@@ -243,8 +244,8 @@ def test_a_refused_value_says_what_is_allowed(field: str, value: str, why: str) 
 
 def test_the_peer_table_names_only_settings_that_exist() -> None:
     assert {peer.field for peer in PEER_FLAGS if peer.field} <= SETTINGS.keys()
-    page_size = next(peer for peer in PEER_FLAGS if peer.flag == "--block-size")
-    assert (page_size.ours, page_size.peers) == ("--page-size", "vLLM")
+    page_size = next(peer for peer in PEER_FLAGS if peer.names == ["--block-size"])
+    assert page_size.ours == "--page-size"
     assert page_size.note == "tokens of a KV page, not the DFlash block"
 
 

@@ -22,7 +22,7 @@ FIELDS = sorted(set(SETTINGS) - {"config"})
 FLAGS = sorted(
     {flag_name(field) for field in FIELDS if field != "model"}
     | {no_flag_name(field) for field in FIELDS}
-    | {peer.flag for peer in PEER_FLAGS}
+    | {name for peer in PEER_FLAGS for name in peer.names}
     | {"--no-such-flag", "--", "-", "-x"}
 )
 

@@ -41,7 +41,7 @@ def test_every_alert_has_its_row_and_every_row_its_alert() -> None:
 def test_every_flag_and_metric_that_is_named_exists() -> None:
     flags = {flag_name(field) for field in SETTINGS}
     flags |= {flag.replace("--", "--no-", 1) for flag in flags} | {"--base-url", "--concurrency", "--dataset"}
-    flags |= {peer.flag for peer in PEER_FLAGS}
+    flags |= {name for peer in PEER_FLAGS for name in peer.names}
     flags |= {
         "--health-check-endpoint",
         "--head",
