@@ -1,7 +1,5 @@
 """`python -m tools.lines`: Python lines by folder against the budgets of pyproject.toml. Exits with 1 if any is over.
 
-A folder that has not been cut to its budget yet has a ceiling in the second table: it may only shrink.
-
 `--path` prints the size of a step's path instead, which docs/DESIGN.md quotes.
 """
 
@@ -72,10 +70,10 @@ def table() -> str:
     return "\n".join(["| code | lines |", "|---|---|", *rows])
 
 
-def budgets(name: str = "lines") -> dict[str, int]:
-    """Return folder -> lines, from a table of pyproject.toml: "lines", or "lines-over" for ceilings."""
+def budgets() -> dict[str, int]:
+    """Return folder -> lines."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    table: dict[str, int] = project["tool"].get(name, {})
+    table: dict[str, int] = project["tool"]["lines"]
     return table
 
 
@@ -98,17 +96,13 @@ def over(lines: Mapping[str, int], allowed: Mapping[str, int]) -> list[str]:
 
 
 def main() -> int:
-    allowed, ceilings = budgets(), budgets("lines-over")
+    allowed = budgets()
     lines = spent(ROOT, list(allowed))
-    exceeded = over(lines, allowed | ceilings)
+    exceeded = over(lines, allowed)
     for folder, number in lines.items():
-        ceiling = f"  over its budget, ceiling {ceilings[folder]:,}" if folder in ceilings else ""
-        print(f"{folder:22} {number:6,} of {allowed[folder]:6,}{'  EXCEEDED' if folder in exceeded else ceiling}")
+        print(f"{folder:22} {number:6,} of {allowed[folder]:6,}{'  EXCEEDED' if folder in exceeded else ''}")
     print(f"{'in all':22} {sum(lines.values()):6,} of {sum(allowed.values()):6,}")
-    loose = [folder for folder, ceiling in ceilings.items() if not allowed[folder] < lines[folder] == ceiling]
-    if loose:
-        print(f"lower the ceilings of {', '.join(loose)} in pyproject.toml to what these folders have, or remove them")
-    return 1 if exceeded or loose else 0
+    return 1 if exceeded else 0
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ read from the device before the target runs. No torch, no clock.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from math import log
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,12 +53,12 @@ class Widths(NamedTuple):
 class History:
     """One sequence: its fading outcomes, and the last decision about it.
 
-    `expected` is the number of `tried` drafts that the prior expected to be accepted. `chances` `[W, b - 1]` are the
-    estimates of acceptance by position, once all predecessors are accepted, under each of the W `_OWN_PRIOR_DRAFTS`.
+    `expected` is the number of `tried` drafts that the prior expected to be accepted. `survival` are estimates of the
+    chance that the first 0, 1, ... b - 1 drafts of a block are accepted, one list for each of `_OWN_PRIOR_DRAFTS`.
     """
 
     first_step: int
-    chances: Floats
+    survival: list[list[float]]
     tried: float = 0.0
     accepted: float = 0.0
     expected: float = 0.0
@@ -141,10 +142,9 @@ class Policy:
         self.fixed_block = width or block_size
         self.histories: dict[Hashable, History] = {}
         self.num_decisions = 0
-        self._unlearned: list[tuple[History, int, int]] = []
-        self._outcomes = np.zeros((2, 2, block_size - 1))  # tried and accepted, of first and later blocks, by position
-        self._curves = priors(*self._outcomes)[1]
-        self._surprise = np.zeros(len(_OWN_PRIOR_DRAFTS))  # of the last outcomes, under each prior
+        self._ends = np.zeros((2, 2, block_size))  # fading counts: tried and accepted, of first and later blocks
+        self._expected: list[list[float]] = []  # drafts of both kinds that the prior accepts, of 0, 1, ... tried ones
+        self._surprise = [0.0] * len(_OWN_PRIOR_DRAFTS)  # of the last outcomes, under each prior
         self._decided_for: set[Hashable] = set()
         self._steps = self._decided_at = self._holds_for = 0
         probe = min(_PROBE_DRAFTS, block_size - 1)
@@ -156,8 +156,6 @@ class Policy:
         """Return the widths of a step for (sequence, most drafts that it may verify)."""
         if self.costs is None:
             return Widths([min(limit, self.fixed_block - 1) for _, limit in wanted], self.fixed_block)
-        if self._unlearned:
-            self._learn()
         self._steps += 1
         has_come = not self._decided_for.issuperset(sequence for sequence, _ in wanted)
         if has_come or self._steps - self._decided_at >= self._holds_for:
@@ -169,10 +167,29 @@ class Policy:
         return self._probe(histories, limits, Widths(drafts, block), self.costs)
 
     def record_acceptance(self, sequence: Hashable, verified: int, accepted: int) -> None:
-        """Note how many of a sequence's verified drafts were accepted. The next choice learns from it."""
+        """Learn how many of a sequence's verified drafts were accepted."""
         history = self.histories.get(sequence)
-        if verified and history is not None:
-            self._unlearned.append((history, verified, accepted))
+        if not verified or history is None:
+            return
+        kind, tried = self._kind(history), min(accepted + 1, verified)
+        # If all were accepted, no draft was refused after them.
+        likelihood = [row[accepted] - row[tried] * (tried > accepted) for row in history.survival]
+        if history.is_probed:
+            history.is_probed, self._holds_for = False, 0
+            if accepted == verified and self._trust() @ likelihood < _SURPRISE:
+                history.tried = history.accepted = history.expected = 0.0
+                self._surprise = [0.0] * len(_OWN_PRIOR_DRAFTS)
+                self._ends *= _KEPT_AT_SURPRISE
+                self._probes_all = True
+        if _DISAPPOINTING * accepted < verified:
+            self._shorten()
+        self._surprise = [_MEMORY * old - log(new) for old, new in zip(self._surprise, likelihood, strict=True)]
+        self._ends *= _MEMORY
+        self._ends[0, kind, tried] += 1
+        self._ends[1, kind, accepted] += 1
+        history.tried = _OWN_MEMORY * history.tried + tried
+        history.accepted = _OWN_MEMORY * history.accepted + accepted
+        history.expected = _OWN_MEMORY * history.expected + self._expected[kind][tried]
 
     def record_time(
         self, seqs: int, blocks: int, rows: int, drafts: int, ms: float, *, prefilled: bool = False
@@ -196,61 +213,26 @@ class Policy:
 
     def _trust(self) -> Floats:
         """Return the shares `[W]` of the `_OWN_PRIOR_DRAFTS` in an estimate."""
-        weights = np.exp(_TRUST * (self._surprise.min() - self._surprise))
+        weights = np.exp(_TRUST * (min(self._surprise) - np.array(self._surprise)))
         return np.asarray(weights / weights.sum())
-
-    def _learn(self) -> None:
-        """Learn from the noted outcomes, all at once because numpy's calls cost more than the numbers."""
-        histories = [history for history, _, _ in self._unlearned]
-        verified, accepted = np.array([counts for _, *counts in self._unlearned]).T[..., None]
-        self._unlearned.clear()
-        places = np.arange(self.block_size - 1)
-        is_accepted, is_tried = places < accepted, places < np.minimum(accepted + 1, verified)
-        chances = np.stack([history.chances for history in histories], axis=1)
-        likelihood = np.where(is_accepted, chances, np.where(is_tried, 1 - chances, 1.0)).prod(axis=2)
-        weights = _MEMORY ** np.arange(len(histories))[::-1]
-        faded = _MEMORY ** len(histories)
-        self._surprise = faded * self._surprise - np.log(likelihood) @ weights
-        is_surprise = (self._trust() @ likelihood < _SURPRISE) & (accepted == verified).ravel()
-        for history, surprises in zip(histories, is_surprise, strict=True):
-            if history.is_probed:
-                self._holds_for = 0
-                if surprises:
-                    history.tried = history.accepted = history.expected = 0.0
-                    self._surprise[:] = 0.0
-                    self._outcomes *= _KEPT_AT_SURPRISE
-                    self._probes_all = True
-            history.is_probed = False
-        if (_DISAPPOINTING * accepted < verified).any():
-            self._shorten()
-        kinds = np.array([self._kind(history) for history in histories])
-        of_kinds = weights * (kinds == [[0], [1]])
-        self._outcomes = faded * self._outcomes + (of_kinds @ is_tried, of_kinds @ is_accepted)
-        own = is_tried.sum(axis=1), is_accepted.sum(axis=1), (self._curves[kinds] * is_tried).sum(axis=1)
-        for history, tried, kept, expected in zip(histories, *(counts.tolist() for counts in own), strict=True):
-            history.tried = _OWN_MEMORY * history.tried + tried
-            history.accepted = _OWN_MEMORY * history.accepted + kept
-            history.expected = _OWN_MEMORY * history.expected + expected
 
     def _kind(self, history: History) -> int:
         """Return 1 if the next block follows a drafted one or is a block's length into the answer, else 0."""
         return int(history.tried > 0 or self._steps - history.first_step >= self.block_size)
 
     def _decide(self, wanted: Sequence[tuple[Hashable, int]], costs: CostTable) -> None:
-        mean, self._curves = priors(*self._outcomes)
-        for sequence, _ in wanted:
-            if sequence not in self.histories:
-                self.histories[sequence] = History(self._steps, self._curves)
-        histories = [self.histories[sequence] for sequence, _ in wanted]
-        curves = self._curves[[self._kind(history) for history in histories]]
+        mean, curves = priors(*self._ends[..., :0:-1].cumsum(axis=2)[..., ::-1])
+        self._expected = np.pad(curves.cumsum(axis=1), ((0, 0), (1, 0))).tolist()
+        histories = [self.histories.setdefault(sequence, History(self._steps, [])) for sequence, _ in wanted]
+        of_kinds = curves[[self._kind(history) for history in histories]]
         own = np.array([(history.tried, history.accepted, history.expected) for history in histories]).reshape(-1, 3)
-        chances = shifted(curves, own, mean, _OWN_PRIOR_DRAFTS[:, None, None]).swapaxes(0, 1)
-        survival = (self._trust() @ chances).cumprod(axis=1)
+        chances = shifted(of_kinds, own, mean, _OWN_PRIOR_DRAFTS[:, None, None]).swapaxes(0, 1)
         # Sequences near their end draft on although they gain little, because slow ones keep others waiting.
         may_draft = np.array([limit > 0 for _, limit in wanted], dtype=bool).reshape(-1, 1)
-        chosen = best_widths(survival * may_draft, costs)
-        for history, row, drafts in zip(histories, chances, chosen, strict=True):
-            history.chances, history.drafts = row, drafts
+        chosen = best_widths((self._trust() @ chances).cumprod(axis=1) * may_draft, costs)
+        rows = np.pad(chances.cumprod(axis=2), ((0, 0), (0, 0), (1, 0)), constant_values=1.0).tolist()
+        for history, row, drafts in zip(histories, rows, chosen, strict=True):
+            history.survival, history.drafts = row, drafts
         self._decided_for = {sequence for sequence, _ in wanted}
         self._decided_at, self._holds_for = self._steps, _MAX_STEPS
         self.num_decisions += 1

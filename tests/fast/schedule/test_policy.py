@@ -443,7 +443,7 @@ def test_what_an_answer_ended_with_is_learned_of_all_and_forgotten_of_itself() -
         policy.record_acceptance(step, 15, 0)
         policy.forget(step)
     policy.choose([("b", 15)])
-    assert (policy.histories["b"].chances[:, 0] < 0.3).all() and set(policy.histories) == {"b"}
+    assert max(row[1] for row in policy.histories["b"].survival) < 0.3 and set(policy.histories) == {"b"}
 
 
 def brute(chances: list[list[float]], costs: CostTable) -> float:
