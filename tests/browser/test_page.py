@@ -385,7 +385,7 @@ def test_tools_that_are_no_json_are_not_sent_and_their_field_says_so(page, serve
 
 
 def test_the_welcome_names_the_model_its_limits_and_the_other_pages(page, server):
-    assert text(page, "#about") == "tiny on cpu, 256 tokens with the prompt."
+    assert text(page, "#about") == "tiny on cpu, up to 256 tokens of prompt and answer."
     assert page.run("[...document.querySelectorAll('#welcome a')].map((link) => link.href)") == [f"{server.url}/docs"]
     check(page, "#examples button")
     page.until("document.querySelectorAll('.answer').length === 2")  # compared, because that is what examples are for
