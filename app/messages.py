@@ -63,11 +63,12 @@ class Request:
 
 
 class SpecStep(NamedTuple):
-    """One engine step of one request: tokens emitted, drafts verified, and drafts accepted (without the bonus)."""
+    """One engine step of one request: tokens emitted, drafts verified and accepted (without the bonus), its time."""
 
     n_tokens: int
     n_verified: int
     n_accepted: int
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,18 @@ from app.metrics import Metrics
 
 RETRY_AFTER_SECONDS = 2
 _CLIENT_CLOSED_REQUEST = 499
-_SERVED = ("/chat/completions", "/completions", "/responses", "/models")
-_STORED = re.compile(r"/v1/responses/.+")
-_NOT_SERVED = re.compile(r"/v1/responses/(input_tokens|compact)/?")
+_ADVICE = (
+    (r"/v1/responses/(?:input_tokens|compact)/?", "This server has no such endpoint."),
+    (r"/v1/responses/.+", "Nothing is stored here: send the whole conversation as `input` to {root}/v1/responses."),
+    (r".*/messages/?", "Anthropic's Messages API is not served. Use POST {root}/v1/chat/completions."),
+    (r"/v1/(chat/completions|completions|responses|models)/", "Use {root}/v1/{0}, without the slash at the end."),
+    (r".*?/(chat/completions|completions|responses|models)/?", "Use {root}/v1/{0}: a base_url ends with {root}/v1."),
+    (r"/api/chat|/invocations", "Only OpenAI's API is served. Use POST {root}/v1/chat/completions."),
+    (r"/(?:api/)?generate|/completion|/infill", "Only OpenAI's API is served. Use POST {root}/v1/completions."),
+    (r"(?:/v1|/api)?/(?:embed|embeddings?|rerank|score)", "This model writes text: it embeds and ranks nothing."),
+    (r"/props|/slots", "Use GET {root}/server_info, and GET {root}/get_load for the load."),
+)
+"""What to use instead of an unknown path: a wrong base_url is a common mistake, and so is another server's API."""
 
 
 @dataclass(eq=False)
@@ -128,14 +137,8 @@ def install(app: FastAPI, metrics: Metrics) -> None:
 
 
 def _advice(path: str, root_path: str) -> str:
-    """Return what to use instead of an unknown `path`, or "". A wrong base_url is a common mistake."""
-    path = path.removeprefix(root_path)
-    if _NOT_SERVED.fullmatch(path):
-        return "This server has no such endpoint."
-    if _STORED.fullmatch(path):
-        return "Nothing is stored here: send the whole conversation as `input` to POST /v1/responses."
-    path = path.rstrip("/")
-    if path.endswith("/messages"):
-        return f"Anthropic's Messages API is not served. Use POST {root_path}/v1/chat/completions."
-    served = next((end for end in _SERVED if path.endswith(end)), None)
-    return f"Use {root_path}/v1{served}: the base_url of a client ends with {root_path}/v1." if served else ""
+    """Return what to use instead of an unknown `path`, or ""."""
+    for pattern, advice in _ADVICE:
+        if found := re.fullmatch(pattern, path.removeprefix(root_path)):
+            return advice.format(*found.groups(), root=root_path)
+    return ""

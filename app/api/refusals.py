@@ -52,8 +52,8 @@ _LOGPROBS = (
     "Leave `{}` out."
 )
 GRAMMAR = (
-    "Output cannot be held to a grammar, schema or pattern: a draft block is verified against nothing but the "
-    "model's own choice. Leave `{}` out, describe the format in the prompt and check the answer."
+    "Output cannot be held to a grammar, schema or pattern. Leave `{}` out. For data in a schema, offer it as the "
+    "parameters of one tool, with a named `tool_choice`, and check the answer: docs/structured-output.md."
 )
 _CHOICE = (
     '`{}` is "none", "auto", "required" or a named function. Other forms, like "allowed_tools", are not supported. '

@@ -69,7 +69,7 @@ def at_most(count: int) -> BeforeValidator:
 class StreamOptions(Body):
     """Options of a stream. `continuous_usage_stats` puts the usage so far on every chunk, unless usage is not wanted.
 
-    `include_speculation` adds the drafts that every step verified and accepted to the chunks and to the last usage.
+    `include_speculation` adds what every step verified, accepted and took to the chunks, and sums to the last usage.
     """
 
     include_usage: bool | None = None

@@ -150,7 +150,8 @@ class Choice:
             if not tokens:
                 break
             self.counts.update(steps=int(step.n_verified > 0), verified=step.n_verified, accepted=step.n_accepted)
-            steps.append({"verified": step.n_verified, "accepted": step.n_accepted, "tokens": tokens})
+            counts = {"verified": step.n_verified, "accepted": step.n_accepted, "ms": round(1000 * step.seconds, 3)}
+            steps.append(counts | {"tokens": tokens})
         return steps
 
 

@@ -22,7 +22,7 @@ def check_settings(config: Config) -> None:
     except ModuleNotFoundError:
         exporter = None
     if exporter is None:
-        raise ConfigError("--otlp-traces-endpoint: OpenTelemetry is not installed", "pip install 'dflash-server[otlp]'")
+        raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry", "pip install '.[otlp]' in the source tree")
     if config.otlp_traces_endpoint.startswith("grpc:") and otlp_protocol() != "grpc":
         raise ConfigError(f"--otlp-traces-endpoint: {OTLP_PROTOCOL}={otlp_protocol()} needs an http:// address")
 

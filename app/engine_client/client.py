@@ -162,6 +162,7 @@ class EngineClient:
             if running := self._running.get(delta.request_id):
                 if delta.finish_reason is not None:
                     self._forget(delta.request_id)
+                delta.steps[:] = [step._replace(seconds=output.stats.seconds) for step in delta.steps]
                 running.stream.put(delta)
         return bool(self._running)
 

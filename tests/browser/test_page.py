@@ -92,7 +92,7 @@ def test_prompt_and_enter_show_the_answer_whole_and_fetch_nothing_from_elsewhere
     assert texts(page, ANSWER) == [POEM]
     assert page.run("document.querySelector('#prompt').value") == ""
     fetched = [url.removeprefix(server.url) for url in page.requests if not url.startswith("data:")]
-    assert fetched == ["/", "/ready", "/v1/models", "/v1/chat/completions"]
+    assert fetched == ["/", "/ready", "/v1/models", "/server_info", "/v1/chat/completions"]
 
 
 def test_tokens_of_one_step_share_a_colour_and_the_next_step_has_another(page, server):
@@ -120,10 +120,10 @@ def test_steps_tell_about_themselves_to_the_mouse_and_to_the_keyboard(page, serv
     x, y = page.run("(({ x, y }) => [x + 3, y + 3])(document.querySelector('.step').getBoundingClientRect())")
     page.command("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
     page.until("!document.querySelector('#tip').hidden")
-    assert text(page, "#tip") == "step 1: 15 verified, 3 accepted + bonus"
+    assert text(page, "#tip") == "step 1: 15 verified, 3 accepted + bonus, 10.0 ms"
     page.run("document.querySelector('.step[tabindex=\"0\"]').focus()")
     page.press("ArrowRight")
-    assert text(page, "#tip") == "step 2: 15 verified, 2 accepted + bonus"
+    assert text(page, "#tip") == "step 2: 15 verified, 2 accepted + bonus, 10.0 ms"
 
 
 def test_acceptance_length_and_bars_are_those_of_the_steps(page, server):
@@ -150,7 +150,7 @@ def test_figures_are_unknown_until_the_first_token_and_come_with_text_while_the_
     assert text(page, "#rate") == "-"  # All there is came at once.
     server.script.emit(request_id, server.bytes("defgh"))
     page.until("document.querySelector('#length').textContent === '4.00'")
-    assert float(text(page, "#rate")) > 0
+    assert text(page, "#rate") == "500", "5 tokens in the 10 ms that the engine says"
     server.script.emit(request_id, [EOS])
     wait_done(page)
     assert text(page, ANSWER) == "abcdefgh"
@@ -164,10 +164,27 @@ def test_compare_shows_both_answers_of_one_seed_and_that_their_text_is_the_same(
     assert texts(page, ANSWER) == ["the fox jumps"] * 2
     assert texts(page, ".answer h2") == ["DFlash", "Plain decoding"]
     assert text(page, ".same") == "yes"
-    first, second = server.script.see("Submit"), server.script.see("Submit")
-    assert (first["speculate"], second["speculate"]) == (True, False)
-    assert first["sampling"] == second["sampling"]
-    assert first["token_ids"] == second["token_ids"]
+    asked = [server.script.see("Submit") for _ in range(10)]
+    assert [one["speculate"] for one in asked] == [True, False] * 5
+    assert all(one["sampling"] == asked[0]["sampling"] for one in asked)
+    assert all(one["token_ids"] == asked[0]["token_ids"] for one in asked)
+
+
+def test_compare_gives_the_ratio_of_several_answers_by_the_engines_clock(page, server):
+    check(page, "#compare")
+    ask(page, "go")
+    for plainly in (6, 2, 3, 4, 10):
+        for sizes in ([12], [12 // plainly] * plainly + [12 % plainly]):
+            request_id = server.answer(server.bytes("a"))  # with the first step, which no rate counts
+            for size in filter(None, sizes):
+                server.script.emit(request_id, server.bytes("b" * size))
+            server.script.emit(request_id, [EOS])
+    wait_done(page)
+    assert text(page, ".verdict .ratio").startswith("3.1")
+    assert "1.5 to 6.0 in 5 answers, by the engine's clock" in text(page, ".verdict")
+    assert "this answer, as received: " in text(page, ".verdict")
+    assert text(page, ".same") == "yes"
+    assert texts(page, ".answer h2") == ["DFlash", "Plain decoding"]
 
 
 def test_compare_asks_plainly_only_after_the_first_answer_and_tells_other_text(page, server):
@@ -178,8 +195,11 @@ def test_compare_asks_plainly_only_after_the_first_answer_and_tells_other_text(p
         assert submit["speculate"] is speculate
         server.script.emit(submit["request_id"], server.bytes(answer))
         server.script.emit(submit["request_id"], [EOS])
-    wait_done(page)
+    page.until("document.querySelector('.same')")
     assert text(page, ".same") == "no"
+    assert "one answer" in text(page, ".verdict")
+    page.press("Escape")
+    page.until("document.querySelector('#status').textContent === 'Stopped'")
 
 
 def test_second_message_carries_the_first_and_a_new_chat_does_not(page, server):
@@ -236,8 +256,8 @@ def test_slash_focuses_the_prompt_and_shift_enter_makes_a_line(page, server):
 def test_refusal_is_shown_with_its_param_and_the_prompt_comes_back(page, server):
     set_field(page, "#max-tokens", "0")
     ask(page, "go")
-    page.until("document.querySelector('.error')")
-    assert "(param: max_tokens)" in text(page, ".error")
+    page.until("document.querySelector('.turn .error')")
+    assert "(param: max_tokens)" in text(page, ".turn .error")
     assert page.run("document.querySelector('#prompt').value") == "go"
 
 
@@ -246,8 +266,9 @@ def test_answer_that_breaks_off_says_why(page, server):
     request_id = server.answer(server.bytes("half"))
     page.until(f"document.querySelector('{ANSWER}').textContent === 'half'")
     server.script.emit(request_id, [], finish="error", error="out of luck")
-    page.until("document.querySelector('.error')")
-    assert "out of luck" in text(page, ".error")
+    page.until("document.querySelector('.turn .error')")
+    assert "out of luck" in text(page, ".turn .error")
+    page.until("document.querySelector('#status').textContent === 'Ready'")
 
 
 def test_text_of_the_model_is_never_read_as_html(page, server):
@@ -347,11 +368,64 @@ def test_a_call_is_shown_as_a_call_and_what_is_typed_next_is_its_result(tab, mod
         assert tab.run("document.querySelector('#prompt').placeholder") == "Ask something"
 
 
-def test_tools_that_are_no_json_are_not_sent(page, server):
+def test_tools_that_are_no_json_are_not_sent_and_their_field_says_so(page, server):
+    page.resize(375, 740)  # where the field is folded away
     set_field(page, "#tools", "[{")
     ask(page, "go")
-    page.until("document.querySelector('#status').textContent === 'Tools: this is no JSON'")
+    page.until("document.querySelector('#tools-error').checkVisibility()")
+    assert text(page, "#tools-error").startswith("This is no JSON: ")
+    alarm = page.run("getComputedStyle(document.querySelector('#tools-error')).color")
+    assert page.run("getComputedStyle(document.querySelector('#tools')).borderColor") == alarm
     assert page.run("document.querySelector('#prompt').value") == "go"
+    set_field(page, "#tools", "")
+    plan(server, "fine")
+    page.run("document.querySelector('#composer').requestSubmit()")
+    wait_done(page)
+    assert text(page, "#tools-error") == ""
+
+
+def test_the_welcome_names_the_model_its_limits_and_the_other_pages(page, server):
+    assert text(page, "#about") == "tiny on cpu, up to 256 tokens of prompt and answer."
+    assert page.run("[...document.querySelectorAll('#welcome a')].map((link) => link.href)") == [f"{server.url}/docs"]
+    check(page, "#examples button")
+    page.until("document.querySelectorAll('.answer').length === 2")  # compared, because that is what examples are for
+    page.press("Escape")
+
+
+def test_without_a_draft_the_welcome_says_so_and_examples_are_not_compared(tab, own_server):
+    own_server.ready(draft=None, target="/x/app/demo/checkpoint/target", forwards="by operators, and being compiled")
+    tab.open(f"{own_server.url}/")
+    tab.until("!document.querySelector('#send').disabled")
+    assert "It has no draft" in text(tab, "#about") and "3 million parameters" in text(tab, "#about")
+    assert "speeds will rise" in text(tab, "#compiling") and is_shown(tab, "#compiling")
+    check(tab, "#examples button")
+    own_server.script.see("Submit")
+    assert len(texts(tab, ".answer")) == 1
+
+
+def test_the_status_is_ready_again_when_the_engine_is(tab, own_server):
+    own_server.ready()
+    tab.open(f"{own_server.url}/")
+    tab.until("!document.querySelector('#send').disabled")
+    ask(tab, "go")
+    own_server.answer(own_server.bytes("half"))
+    tab.until(f"document.querySelector('{ANSWER}').textContent === 'half'")
+    own_server.script.order("die", code=9)
+    tab.until("document.querySelector('.turn .error')")
+    tab.until("document.querySelector('#status').textContent.startsWith('loading')")
+    assert tab.run("document.querySelector('#send').disabled")
+    own_server.ready()
+    tab.until("document.querySelector('#status').textContent === 'Ready'")
+    assert not tab.run("document.querySelector('#send').disabled")
+
+
+def test_on_a_phone_the_models_name_is_whole_and_a_settled_status_takes_no_room(page, server):
+    page.resize(390, 740)
+    go(page, server, "fine")
+    assert not is_shown(page, "#status")
+    whole = "((box) => { box.style.maxWidth = 'none'; return box.offsetWidth })"
+    shown, wanted = page.run(f"((box) => [box.offsetWidth, {whole}(box)])(document.querySelector('#model'))")
+    assert shown == wanted
 
 
 def test_dark_and_light_follow_the_system(page):
@@ -383,7 +457,12 @@ def test_key_is_asked_for_when_the_server_wants_one(tab, model_folder):
         tab.open(f"{server.url}/")
         tab.until("!document.querySelector('#access').hidden")
         assert tab.run("document.querySelector('#send').disabled")
+        assert text(tab, "#key-error") == "This server needs its API key."
         tab.run("document.querySelector('#key').focus()")
+        tab.type("sesame")
+        tab.press("Enter")
+        tab.until("document.querySelector('#key-error').textContent === 'That key was refused.'")
+        tab.run("document.querySelector('#key').select()")
         tab.type("open-sesame")
         tab.press("Enter")
         tab.until("!document.querySelector('#send').disabled")

@@ -335,6 +335,16 @@ def test_replicas_are_known_to_the_proxy_and_to_prometheus_and_models_over_cards
         assert load_config().engine.tensor_parallel_size == cards
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_compose_runs_without_an_npu_in_the_place_of_the_first_server(kind: str) -> None:
+    service = services()[kind]
+    assert service["image"] == f"dflash-server:{kind}" and (DOCKER / f"Dockerfile.{kind}").exists()
+    assert service["profiles"] == [kind] and service["networks"]["default"]["aliases"] == ["server-0"]
+    assert [mount["target"] for mount in service["volumes"]] == ["/models", "/home/dflash"]
+    assert not re.search(r"davinci|Ascend|npu|dcmi", json.dumps(service))
+    assert ("nvidia" in json.dumps(service)) is (kind == "cuda")
+
+
 def test_files_that_compose_mounts_exist() -> None:
     mounts = [mount for service in services().values() for mount in service.get("volumes", [])]
     mounted = [mount.split(":")[0] for mount in mounts if isinstance(mount, str) and mount.startswith(".")]

@@ -12,7 +12,14 @@ PAGE = (ROOT / "docs" / "images.md").read_text(encoding="utf-8")
 
 def test_a_copy_of_the_tree_has_what_a_build_takes_and_nothing_else(tmp_path: Path) -> None:
     copy = copied_tree(tmp_path / "context")
-    assert {path.name for path in copy.iterdir()} == {"app", "docker", "tools", "pyproject.toml", ".dockerignore"}
+    assert {path.name for path in copy.iterdir()} == {
+        "LICENSE",
+        "app",
+        "docker",
+        "tools",
+        "pyproject.toml",
+        ".dockerignore",
+    }
     assert (copy / "docker" / "torch-amd64.txt").is_file() and not list(copy.rglob("__pycache__"))
 
 

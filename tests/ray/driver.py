@@ -7,10 +7,10 @@ import json
 import sys
 from typing import Any
 
+import click
 import ray
 from ray import serve
 
-from app.config.error import ConfigError
 from app.ray_serve import application
 
 
@@ -21,7 +21,7 @@ def obey(command: dict[str, Any]) -> Any:
             serve.run(application(command["deploy"]), name="dflash", route_prefix="/")
         if "fail" in command:
             serve.run(application(command["fail"]), name="failing", route_prefix="/failing")
-    except ConfigError as error:
+    except click.ClickException as error:
         return {"refused": str(error)}
     except RuntimeError as error:
         said = {"failed": str(error)}

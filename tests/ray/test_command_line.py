@@ -84,7 +84,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
 
 def test_serve_run_starts_replicas_and_its_end_stops_them(head: Head):
     head.serve("start", "--http-host=127.0.0.1", f"--http-port={head.ports[2]}")
-    arguments = [f"{name}={value}" for name, value in SETTINGS.items()]
+    arguments = [f"{name}={value}" for name, value in SETTINGS.items() if name != "device"]
     running = head.begin("serve", "run", "app.ray_serve:application", *arguments)
     try:
         until(lambda: head.replicas("default") == {"RUNNING": 2}, "two replicas")
@@ -117,5 +117,5 @@ def test_serve_deploy_takes_the_file_of_the_manual_its_changes_and_no_mistake(he
     app["args"]["devise"] = "cpu"
     deploy()
     until(lambda: head.application("dflash")["status"] == "DEPLOY_FAILED", "the mistake was taken")
-    assert "unknown key devise" in head.application("dflash")["message"]
+    assert "unknown key devise (did you mean device?)" in head.application("dflash")["message"]
     assert set(engines()) < before and head.text() == text, "the mistake stopped what served"

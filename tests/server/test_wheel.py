@@ -55,3 +55,9 @@ def test_the_device_is_checked_from_the_wheel(alone: Path) -> None:
     where = python("-c", "import app; print(app.__file__)").stdout
     assert Path(where.strip()).is_relative_to(alone)
     assert "No module named 'tools'" in python("-c", "import tools").stderr
+
+
+def test_the_wheel_says_and_has_its_licence(installed: Path) -> None:
+    (facts,) = installed.glob("*.dist-info")
+    assert "License-Expression: Apache-2.0" in (facts / "METADATA").read_text(encoding="utf-8")
+    assert "Apache License" in (facts / "licenses" / "LICENSE").read_text(encoding="utf-8")

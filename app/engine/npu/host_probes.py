@@ -136,7 +136,7 @@ def cann(environ: Mapping[str, str], root: Path) -> Finding:
 def torch_npu() -> Finding:
     """Load torch_npu. torch must have been loaded with TORCH_DEVICE_BACKEND_AUTOLOAD=0."""
     if importlib.util.find_spec("torch_npu") is None:
-        hint = f"pip install 'dflash-server[npu]', on x86 with --extra-index-url {CPU_INDEX}"
+        hint = f"pip install '.[npu]' in the source tree, on x86 with --extra-index-url {CPU_INDEX}"
         return failed("torch_npu is not installed", hint)
     try:
         module = importlib.import_module("torch_npu")

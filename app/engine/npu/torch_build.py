@@ -30,7 +30,7 @@ def check_torch_build(device: str) -> None:
     if importlib.util.find_spec("torch_npu") is None:
         raise ConfigError(
             f"--device {device}: torch_npu is not installed",
-            f"pip install 'dflash-server[npu]', on x86 with --extra-index-url {CPU_INDEX}",
+            f"pip install '.[npu]' in the source tree, on x86 with --extra-index-url {CPU_INDEX}",
         )
     version, cuda = _torch_build()
     if cuda:

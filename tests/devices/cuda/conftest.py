@@ -29,7 +29,7 @@ if HAS_TRITON:
 else:
     collect_ignore_glob = ["test_*.py"]
     if os.environ.get("CI"):
-        raise RuntimeError(f"{REASON}: pip install 'dflash-server[dev]'")
+        raise RuntimeError(f"{REASON}: pip install '.[dev]'")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

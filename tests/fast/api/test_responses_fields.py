@@ -340,6 +340,10 @@ def test_a_stored_response_is_a_404_that_says_that_nothing_is_stored(server, met
         ("/responses", "/v1/responses"),
         ("/v1//completions", "/v1/completions"),
         ("/models", "/v1/models"),
+        ("/api/chat", "/v1/chat/completions"),
+        ("/generate", "/v1/completions"),
+        ("/completion", "/v1/completions"),
+        ("/props", "/server_info"),
     ],
 )
 def test_a_path_of_a_wrong_base_url_is_a_404_that_says_what_to_use(server, path, instead):
@@ -347,7 +351,19 @@ def test_a_path_of_a_wrong_base_url_is_a_404_that_says_what_to_use(server, path,
     assert f" {instead}" in message and message.startswith("There is nothing at POST /")
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/nothing", "/v1"])
+@pytest.mark.parametrize(
+    ("path", "advice"),
+    [
+        ("/v1/chat/completions/", "Use /v1/chat/completions, without the slash at the end."),
+        ("/v1/chat/completions/x/models", "Use /v1/models: a base_url ends with /v1."),
+        ("/v1/embeddings", "This model writes text: it embeds and ranks nothing."),
+    ],
+)
+def test_a_slash_too_many_and_an_api_of_others_are_told_from_a_wrong_base_url(server, path, advice):
+    assert error_of(server.http.post(path, json=ASK), 404)["message"] == f"There is nothing at POST {path}. {advice}"
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/v1"])
 def test_another_path_is_a_404_without_advice(server, path):
     assert error_of(server.http.post(path, json=ASK), 404)["message"] == f"There is nothing at POST {path}."
 

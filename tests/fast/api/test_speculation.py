@@ -49,6 +49,7 @@ def test_every_step_tells_its_drafts_and_its_tokens_and_they_are_the_text(server
     server.script.plan(*planned)
     received = chunks(server, kind, SPECULATION)
     steps = steps_of(received)
+    assert {step["ms"] for step in steps} == {10.0}, "the time of the scripted engine's steps"
     assert [(s["verified"], s["accepted"], len(s["tokens"])) for s in steps] == [
         (15, len(step) - 1, len(step)) for step in planned
     ]

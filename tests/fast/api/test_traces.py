@@ -156,7 +156,7 @@ def test_a_missing_extra_is_refused_with_the_line_that_installs_it(monkeypatch, 
         monkeypatch.setattr(requirements, "find_spec", absent)
         with pytest.raises(ConfigError, match="--otlp-traces-endpoint") as refused:
             check_settings(config)
-        assert refused.value.hint == "pip install 'dflash-server[otlp]'"
+        assert refused.value.hint == "pip install '.[otlp]' in the source tree"
 
 
 def test_a_protocol_that_is_not_otlps_and_an_address_without_a_scheme_are_refused(monkeypatch):
