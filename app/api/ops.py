@@ -1,5 +1,6 @@
 """Endpoints that generate nothing: models, tokens, probes, facts, metrics, cached prefixes, and two pages."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cache
@@ -173,8 +174,9 @@ def _described(state: EngineState, status: int) -> Response:
     if state.reason is not None:
         description["reason"] = state.reason
     if state.progress is not None:
-        progress = state.progress
-        description["progress"] = {"stage": progress.stage, "done": progress.done, "total": progress.total}
+        progress, seconds = state.progress, int(time.monotonic() - state.progress.started)
+        amount = {"done": progress.done, "total": progress.total}
+        description["progress"] = {"stage": progress.stage, "seconds": seconds, **amount}
     headers = None if status == 200 else {"Retry-After": str(RETRY_AFTER_SECONDS)}
     return json_response(description, status, headers)
 

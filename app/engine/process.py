@@ -114,8 +114,8 @@ def main() -> int:
         engine = build_engine(config, _progress(link), join=followers.join)
         info = _info(engine, config)
         if engine.can_be_compiled:
-            on_change = partial(_send_forwards, link, engine, info)
-            compiling = Compiling(engine.core.runner, encode_config(config), on_change)
+            runner, settings = engine.core.runner, encode_config(config)
+            compiling = Compiling(runner, settings, lambda: link.send(Ready(_info(engine, config))))
             info = replace(info, forwards=BEING_COMPILED)
         link.send(Ready(info))
         serve(link, engine, compiling)
@@ -170,11 +170,6 @@ def serve(link: Link, engine: Engine, compiling: Compiling | None = None) -> Non
                     return
         if core.has_work:
             link.send(Stepped(core.step()))
-
-
-def _send_forwards(link: Link, engine: Engine, info: EngineInfo) -> None:
-    """Report again that the engine is ready, and how its forwards run from here on."""
-    link.send(Ready(replace(info, forwards=engine.forwards)))
 
 
 def _idle(link: Link, engine: Engine, *deltas: TokenDelta) -> Stepped:
@@ -236,15 +231,16 @@ def _info(engine: Engine, config: EngineConfig) -> EngineInfo:
 
 
 def _progress(link: Link) -> Progress:
-    """Return a callback that sends progress, a few times a second and at the end of each stage."""
-    sent_at = 0.0
+    """Return a callback that sends progress, a few times a second and at the beginning and the end of each stage."""
+    sent_at, started = 0.0, dict[str, float]()
 
     def send(stage: str, done: int, total: int) -> None:
         nonlocal sent_at
         now = time.monotonic()
-        if done == total or now - sent_at > _PROGRESS_INTERVAL_SECONDS:
+        is_new = stage not in started
+        if is_new or done == total or now - sent_at > _PROGRESS_INTERVAL_SECONDS:
             sent_at = now
-            link.send(LoadProgress(stage, done, total))
+            link.send(LoadProgress(stage, done, total, started.setdefault(stage, now)))
 
     return send
 

@@ -18,7 +18,7 @@ def log_draft(draft: DFlashConfig, dtype: torch.dtype, max_model_len: int) -> No
     if (limit := draft.decoder.max_position_embeddings) < max_model_len:
         text = "draft: its config.json allows %d positions, and --max-model-len is %d: few drafts beyond are right"
         logger.warning(text, limit, max_model_len)
-    logger.info("draft: %s", ", ".join(f"{name} {value}" for name, value in report(draft).items()))
+    logger.debug("draft: %s", ", ".join(f"{name} {value}" for name, value in report(draft).items()))
 
 
 def report(draft: DFlashConfig) -> dict[str, str]:
