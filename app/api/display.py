@@ -14,7 +14,6 @@ from rich.table import Table
 from app.engine_client.client import EngineClient
 from app.engine_client.supervisor import EngineState
 from app.messages import EngineInfo
-from app.wire import LoadProgress
 
 logger = logging.getLogger(__name__)
 
@@ -53,22 +52,14 @@ async def _show_loading(engine: EngineClient, console: Console) -> EngineState:
     with shown:
         while engine.state.phase == "loading":
             if (progress := engine.state.progress) is not None:
-                line, most = stage_line(progress), max(1, progress.total)
                 if progress.stage != stage:
                     bar.remove_task(task)
-                    stage, task = progress.stage, bar.add_task(line)
+                    stage, task = progress.stage, bar.add_task(progress.stage)
                     if not console.is_terminal:
-                        logger.info("loading: %s", line)
-                bar.update(task, description=line, completed=progress.done, total=most)
+                        logger.info("loading: %s", stage)
+                bar.update(task, completed=progress.done, total=max(1, progress.total))
             await engine.supervisor.next_state()
     return engine.state
-
-
-def stage_line(progress: LoadProgress) -> str:
-    """Return the name of a stage, with the time left where the stage counts seconds."""
-    if progress.stage != "timing steps":
-        return progress.stage
-    return f"{progress.stage}, at most {progress.total - progress.done} s left"
 
 
 def ready_table(info: EngineInfo, url: str, model: str) -> Table:

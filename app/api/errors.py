@@ -8,12 +8,13 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from app import log
 from app.engine_client.admission import Busy, ClientBusy
 from app.engine_client.supervisor import EngineUnavailable
 from app.metrics import Metrics
 
 RETRY_AFTER_SECONDS = 2
-_CLIENT_CLOSED_REQUEST = 499
+CLIENT_CLOSED_REQUEST = 499
 _SERVED = ("/chat/completions", "/completions", "/responses", "/models")
 _STORED = re.compile(r"/v1/responses/.+")
 _NOT_SERVED = re.compile(r"/v1/responses/(input_tokens|compact)/?")
@@ -38,6 +39,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
+        log.request.get({}).update(code=self.code, param=self.param)
         content = msgspec.json.encode(self.body)
         return Response(content, self.status, headers=self.headers, media_type="application/json")
 
@@ -119,7 +121,7 @@ def install(app: FastAPI, metrics: Metrics) -> None:
     @app.exception_handler(ClientDisconnect)
     async def note_disconnect(request: Request, error: ClientDisconnect) -> Response:
         """Set the status for the access log, because the client has left."""
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     @app.exception_handler(Exception)
     async def answer_bug(request: Request, error: Exception) -> Response:

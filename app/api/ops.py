@@ -124,7 +124,8 @@ async def server_info(request: Request) -> Response:
     if info is None:
         return _described(state, 503)
     named = {"model_path": info.target, "served_model_name": services.model_names[0]}
-    return json_response(asdict(info) | named | {"tp_size": info.tensor_parallel_size, "dp_size": 1})
+    ours = {"version": version("dflash-server"), "settings": services.settings}
+    return json_response(asdict(info) | named | ours | {"tp_size": info.tensor_parallel_size, "dp_size": 1})
 
 
 @router.get("/get_model_info", include_in_schema=False)

@@ -17,9 +17,9 @@ def root_logger_as_it_was() -> Iterator[None]:
 
 def test_json_lines_carry_the_request_id_of_their_task(capsys):
     log.set_up("info", "json")
-    token = log.request_id.set("abc")
+    token = log.request.set({"request_id": "abc"})
     logging.getLogger("app.x").info("hello %s", "wörld")
-    log.request_id.reset(token)
+    log.request.reset(token)
     logging.getLogger("app.x").info("later")
     first, second = (json.loads(line) for line in capsys.readouterr().err.splitlines())
     assert (first["message"], first["level"], first["logger"], first["request_id"]) == (
@@ -43,9 +43,9 @@ def test_json_lines_hold_a_traceback_in_one_line(capsys):
 
 def test_text_lines_end_with_the_request_id(capsys):
     log.set_up("info", "text")
-    token = log.request_id.set("abc")
+    token = log.request.set({"request_id": "abc"})
     logging.getLogger("app.x").info("hello")
-    log.request_id.reset(token)
+    log.request.reset(token)
     assert capsys.readouterr().err.endswith("INFO app.x hello [abc]\n")
 
 

@@ -5,19 +5,13 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from app.api.display import ready_table, stage_line, state_line
+from app.api.display import ready_table, state_line
 from app.messages import EngineInfo
-from app.wire import LoadProgress
 
 
 def engine(**states: int) -> EngineInfo:
     sizes = {"page_size": 16, "num_pages": 8, "max_model_len": 64, "max_num_seqs": 32, "max_num_batched_tokens": 64}
     return EngineInfo("t", None, "cpu", "float32", 1, [], **sizes, vocab_size=97, **states)
-
-
-def test_the_line_of_timing_says_how_many_seconds_are_left() -> None:
-    assert stage_line(LoadProgress("timing steps", 3, 10)) == "timing steps, at most 7 s left"
-    assert stage_line(LoadProgress("target", 3, 10)) == "target"
 
 
 @pytest.mark.parametrize("state_bytes", [0, 663 << 20])
