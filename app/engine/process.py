@@ -20,6 +20,7 @@ import zmq
 from app import log
 from app.config.engine import EngineConfig
 from app.engine.compile.later import Compiling
+from app.engine.dflash.acceptance import Acceptance
 from app.engine.dflash.startup_log import report
 from app.engine.errors import UnsupportedError, last_words
 from app.engine.host_cores import use_own_cores
@@ -146,7 +147,7 @@ def _end(replies: str, reason: str) -> None:
 
 def serve(link: Link, engine: Engine, compiling: Compiling | None = None) -> None:
     """Take commands, and step while there is work with one reply a step, until Shutdown."""
-    core = engine.core
+    core, acceptance = engine.core, Acceptance()
     while True:
         if compiling and compiling.take_up():
             compiling = None
@@ -169,7 +170,9 @@ def serve(link: Link, engine: Engine, compiling: Compiling | None = None) -> Non
                 case Shutdown():
                     return
         if core.has_work:
-            link.send(Stepped(core.step()))
+            output = core.step()
+            acceptance.add(output.deltas)
+            link.send(Stepped(output))
 
 
 def _idle(link: Link, engine: Engine, *deltas: TokenDelta) -> Stepped:

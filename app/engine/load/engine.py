@@ -96,7 +96,7 @@ def build_engine(
     with _explained(config, rank=0) as backend:
         runner, plan = _load(config, backend, on_progress, open_weights, join)
         if plan.draft:
-            log_draft(plan.draft, plan.dtype, plan.sizes.max_model_len)
+            log_draft(plan.draft, plan.dtype, plan.sizes.max_model_len, str(config.draft))
         return _warm(runner, plan, on_progress)
 
 
