@@ -135,7 +135,7 @@ def _requests(
                 sampling=replace(sampling, seed=seed_of_choice(seed, number)),
                 stop_token_ids=stop_token_ids,
                 max_tokens=max_tokens,
-                speculate=body.speculate is not False,
+                speculate=True if body.speculate is None else body.speculate,
                 cache_salt=body.cache_salt or "",
             )
             yield prompt, request
