@@ -18,10 +18,10 @@ request: ContextVar[dict[str, Any]] = ContextVar("request")
 
 
 class _Text(logging.Formatter):
-    """Lines like `2026-01-31 12:00:00+0100 INFO app.api.server message [request id]`."""
+    """Lines like `2026-01-31 12:00:00+0100 INFO app.api.server message [request id]`; the last is `error: message`."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        line = super().formatMessage(record)
+        line = f"error: {record.message}" if hasattr(record, "is_last") else super().formatMessage(record)
         return f"{line} [{identifier}]" if (identifier := request.get({}).get("request_id")) else line
 
 

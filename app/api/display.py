@@ -3,7 +3,6 @@
 import json
 import logging
 import shlex
-import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 
@@ -87,5 +86,5 @@ def state_line(info: EngineInfo) -> str:
 
 
 def print_error(message: str) -> None:
-    """Print the one line that says why the server cannot go on."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    """Write the one line that says why the server cannot go on."""
+    logger.critical("%s", message, extra={"is_last": True})

@@ -71,7 +71,7 @@ def context_length_exceeded(
         bound = "at least " if at_least else ""
         reason = f"your prompt has {bound}{prompt} tokens, which leaves no room for an answer. Shorten the prompt"
     else:
-        total = f"{prompt + max_tokens}: {prompt} in the prompt and {max_tokens} to be made"
+        total = f"{prompt + max_tokens}: {prompt} in the prompt plus {max_tokens} requested"
         reason = f"you asked for {total}. Reduce one of them"
     message = f"This model's maximum context length is {limit} tokens, and {reason}."
     return bad_request(message, param, "context_length_exceeded")
