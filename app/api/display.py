@@ -25,6 +25,7 @@ async def show_start(engine: EngineClient, url: str, model: str) -> None:
         state = await _show_loading(engine, console)
         if state.phase != "ready" or state.info is None:
             return
+        logger.debug("KV: %d pages of %d tokens", state.info.num_pages, state.info.page_size)
         if console.is_terminal:
             console.print(ready_table(state.info, url, model))
             body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})

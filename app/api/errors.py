@@ -115,7 +115,8 @@ def install(app: FastAPI, metrics: Metrics) -> None:
         if methods & {"GET", "HEAD"}:
             methods |= {"GET", "HEAD"}
         allowed = headers["Allow"] = ", ".join(sorted(methods))
-        message = f"{where} is not possible: use {allowed}."
+        origins = " Pages of other origins need --allowed-origins." if request.method == "OPTIONS" else ""
+        message = f"{where} is not possible: use {allowed}.{origins}"
         return ApiError(405, message, code="method_not_allowed", headers=headers).response()
 
     @app.exception_handler(ClientDisconnect)
