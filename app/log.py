@@ -7,34 +7,35 @@ redacted, and so is every text after "Bearer".
 import json
 import logging
 import re
+import sys
 import time
 from collections.abc import Iterable
 from contextvars import ContextVar
-from typing import Literal
+from typing import Any, Literal
 
-request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""X-Request-Id of the request that the current task serves."""
+request: ContextVar[dict[str, Any]] = ContextVar("request")
+"""What is known of the request that the current task serves: its `request_id`, and what else its access line says."""
 
 
 class _Text(logging.Formatter):
-    """Lines like `2026-01-31 12:00:00 INFO app.api.server message [request id]`."""
+    """Lines like `2026-01-31 12:00:00+0100 INFO app.api.server message [request id]`; the last is `error: message`."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        line = super().formatMessage(record)
-        return f"{line} [{identifier}]" if (identifier := request_id.get()) else line
+        line = f"error: {record.message}" if hasattr(record, "is_last") else super().formatMessage(record)
+        return f"{line} [{identifier}]" if (identifier := request.get({}).get("request_id")) else line
 
 
 class _Json(logging.Formatter):
-    """JSON objects, one a line: time (UTC, ISO 8601), level, logger, message, and request_id and exception if any."""
+    """JSON objects, one a line: time (UTC), level, logger, message, request_id and exception if any, and `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
         written = time.strftime(f"%Y-%m-%dT%H:%M:%S.{int(record.msecs):03d}Z", time.gmtime(record.created))
         line = {"time": written, "level": record.levelname, "logger": record.name, "message": record.getMessage()}
-        if identifier := request_id.get():
+        if identifier := request.get({}).get("request_id"):
             line["request_id"] = identifier
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
+        return json.dumps(line | getattr(record, "fields", {}), ensure_ascii=False)
 
 
 def set_up(level: str, style: Literal["text", "json"], secrets: Iterable[str] = ()) -> None:
@@ -42,7 +43,8 @@ def set_up(level: str, style: Literal["text", "json"], secrets: Iterable[str] = 
     spelt = {form for secret in secrets for form in (secret, json.dumps(secret, ensure_ascii=False)[1:-1])}
     longest_first = sorted(map(re.escape, spelt), key=len, reverse=True)
     secret = re.compile("|".join([*longest_first, r"(?i:(?<=bearer )[^\s\"']+)"]))
-    text = _Text("%(asctime)s %(levelname)s %(name)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    over_bar = "\r\x1b[2K" if sys.stderr.isatty() else ""  # a line takes the place of a progress bar, which moves down
+    text = _Text(f"{over_bar}%(asctime)s %(levelname)s %(name)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S%z")
     formatter = _Json() if style == "json" else text
     handler = logging.StreamHandler()
     handler.format = lambda record: secret.sub("[redacted]", formatter.format(record))  # type: ignore[method-assign]

@@ -1,5 +1,6 @@
 """Nouns that the API process and the engine process share, in the standard library's types. `app.wire` sends them."""
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -51,6 +52,7 @@ class Request:
     """One request for tokens. `token_ids` is the whole prompt, never empty, because the engine knows no text.
 
     `max_tokens` >= 1 fits the context with the prompt. Requests share cached KV only if their `cache_salt` is the same.
+    `speculate` may be the most drafts of a step.
     """
 
     request_id: str
@@ -58,8 +60,13 @@ class Request:
     max_tokens: int
     sampling: SamplingParams = SamplingParams()
     stop_token_ids: Collection[int] = ()
-    speculate: bool = True
+    speculate: bool | int = True
     cache_salt: str = ""
+
+    @property
+    def max_drafts(self) -> float:
+        """The most drafts of a step, whatever the draft's block."""
+        return math.inf if self.speculate is True else self.speculate
 
 
 class SpecStep(NamedTuple):

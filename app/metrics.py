@@ -1,68 +1,49 @@
-"""Prometheus metrics: one table of names, and the calls that fill it.
+"""Prometheus metrics: the table of names, which is metrics.toml, and the calls that fill it.
 
 Names follow vLLM's under a prefix of our own, so `--metrics-prefix vllm:` serves its dashboards and the routers that
-read them. Prometheus adds `_total` to the name of a counter. Every `Metrics` has its own registry, because one process
-may have several servers.
+read them. Every `Metrics` has its own registry, because one process may have several servers.
 """
 
 import logging
 import time
+import tomllib
 from collections import Counter as Sums
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+import prometheus_client as prometheus
 
 from app.messages import EngineInfo, StepOutput, StepStats
 
 logger = logging.getLogger(__name__)
-disable_created_metrics()  # a third of all samples, which neither the alerts nor vLLM's dashboards read
+prometheus.disable_created_metrics()  # a third of all samples, which neither the alerts nor vLLM's dashboards read
 
-_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_FROM_1_MS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_SECONDS = (0.0001, 0.0002, 0.0005, *_FROM_1_MS)
+_TOKENS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
+_KINDS: dict[str, Any] = {
+    "gauge": prometheus.Gauge,
+    "counter": prometheus.Counter,
+    "seconds": partial(prometheus.Histogram, buckets=_SECONDS),
+    "tokens": partial(prometheus.Histogram, buckets=_TOKENS),
+}
 
 
 class Metric(NamedTuple):
-    """Row of the table. A histogram is of seconds."""
+    """Row of the table. `kind` is one of _KINDS. A label has values that are known from the start."""
 
     name: str
-    kind: Literal["gauge", "counter", "histogram"]
+    kind: str
     help: str
-    labels: tuple[str, ...] = ()
+    labels: Mapping[str, Sequence[str]]
 
 
-TABLE = (
-    Metric("num_requests_running", "gauge", "Requests that the last engine step worked on or could have"),
-    Metric("num_requests_waiting", "gauge", "Requests queued in the engine"),
-    Metric("kv_cache_usage_perc", "gauge", "KV pages in use, 0 to 1"),
-    Metric("cache_config_info", "gauge", "1, with the sizes of the KV cache", ("block_size", "num_gpu_blocks")),
-    Metric("state_slots_usage_perc", "gauge", "Recurrent slots of a hybrid target in use, 0 to 1; 0 for others"),
-    Metric("state_cache_usage_perc", "gauge", "Checkpoints of recurrent state in use, 0 to 1; 0 without any"),
-    Metric("state_bytes", "gauge", "Bytes of a hybrid target's recurrent state, checkpoints apart; 0 for others"),
-    Metric("state_cache_bytes", "gauge", "Bytes of checkpoints of recurrent state; 0 without any"),
-    Metric("prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache"),
-    Metric("prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache"),
-    Metric("prompt_tokens", "counter", "Prompt tokens of requests handed to the engine"),
-    Metric("generation_tokens", "counter", "Tokens emitted by the engine"),
-    Metric("request_success", "counter", "Requests ended, by reason", ("finished_reason",)),
-    Metric("time_to_first_token_seconds", "histogram", "From arrival to the first token"),
-    Metric("inter_token_latency_seconds", "histogram", "Per token after the first; tokens of a step share its time"),
-    Metric("e2e_request_latency_seconds", "histogram", "From arrival to the last token"),
-    Metric("decode_rows", "counter", "Rows that decoding sequences had in a step, the anchors included"),
-    Metric("decode_sequences", "counter", "Decoding sequences of every step, by whether they drafted", ("drafting",)),
-    Metric("spec_decode_num_drafts", "counter", "Steps of a request that verified at least one draft token"),
-    Metric("spec_decode_num_draft_tokens", "counter", "Draft tokens that were verified"),
-    Metric("spec_decode_num_accepted_tokens", "counter", "Draft tokens accepted, without the bonus token"),
-    Metric("spec_decode_num_accepted_tokens_per_pos", "counter", "Accepted draft tokens by position", ("position",)),
-    Metric("spec_decode_num_verified_tokens_per_pos", "counter", "Verified draft tokens by position", ("position",)),
-    Metric("preemptions", "counter", "Requests preempted for want of KV pages"),
-    Metric("engine_restarts", "counter", "Engine processes started because the previous one had ended or hung"),
-    Metric("requests_not_finite", "counter", "Requests ended because the target's logits were NaN or infinite"),
-    Metric("requests_dropped", "counter", "Requests ended because a step failed on them"),
-    Metric("requests_turned_away", "counter", "Requests answered 429 or 503 before any work, by code", ("code",)),
-    Metric("request_refused", "counter", "Requests refused because of a field, by field", ("param",)),
-    Metric("unknown_fields", "counter", "Fields of requests that this server does not know"),
-    Metric("steps_not_ahead", "counter", "Steps that were read before the next was launched, by reason", ("reason",)),
-    Metric("step_seconds", "histogram", "Engine steps by kind", ("kind",)),
+_TABLE = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text(encoding="utf-8"))
+TABLE = tuple(
+    Metric(name, kind, help, _TABLE["labels"].get(name, {})) for kind in _KINDS for name, help in _TABLE[kind].items()
 )
 
 
@@ -70,15 +51,18 @@ class Metrics:
     """Every metric of one server. Each name begins with `prefix`. Under "vllm:" samples have vLLM's labels too."""
 
     def __init__(self, prefix: str = "dflash:", model_name: str = "") -> None:
-        self._registry = CollectorRegistry()
-        kinds: dict[str, Any] = {"counter": Counter, "gauge": Gauge, "histogram": partial(Histogram, buckets=_LATENCY)}
+        self._registry = prometheus.CollectorRegistry()
+        prometheus.ProcessCollector(registry=self._registry)
         labels = {"model_name": model_name, "engine": "0"} if prefix == "vllm:" else {}
         self._metrics: dict[str, Any] = {}
         self._labels = tuple(labels.values())
         for metric in TABLE:
             names = (*labels, *metric.labels)
-            family = kinds[metric.kind](prefix + metric.name, metric.help, names, registry=self._registry)
+            family = _KINDS[metric.kind](prefix + metric.name, metric.help, names, registry=self._registry)
             self._metrics[metric.name] = family.labels(*self._labels) if labels and not metric.labels else family
+            for known in next(iter(metric.labels.values()), ()):
+                self._labelled(metric.name, known)
+        self._labelled("build_info", version("dflash-server")).set(1)
         self._engine_totals = Sums[str]()
         self._last_stats: StepStats | None = None
         self._since_log = Sums[str]()
@@ -86,7 +70,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """Return the exposition text for GET /metrics."""
-        return generate_latest(self._registry)
+        return prometheus.generate_latest(self._registry)
 
     def count(self, name: str, amount: int = 1, label: str | None = None) -> None:
         """Raise the counter `name`, at the value `label` of its label if it has one."""
@@ -96,10 +80,10 @@ class Metrics:
     def _labelled(self, name: str, *values: str) -> Any:
         return self._metrics[name].labels(*self._labels, *values)
 
-    def observe(self, name: str, seconds: float, count: int = 1) -> None:
-        """Add `count` events that share these seconds to the histogram `name`."""
+    def observe(self, name: str, amount: float, count: int = 1) -> None:
+        """Add `count` events that share an amount of seconds or tokens to the histogram `name`."""
         for _ in range(count):
-            self._metrics[name].observe(seconds / count)
+            self._metrics[name].observe(amount / count)
 
     def engine_ready(self, info: EngineInfo) -> None:
         """Set the sizes of the KV cache, by which routers count the prefixes that fit, and of recurrent state."""
@@ -123,23 +107,25 @@ class Metrics:
         self._metrics["kv_cache_usage_perc"].set(stats.used_pages / max(1, stats.num_pages))
         self._metrics["state_slots_usage_perc"].set(stats.used_state_slots / max(1, stats.num_state_slots))
         self._metrics["state_cache_usage_perc"].set(stats.used_state_checkpoints / max(1, stats.num_state_checkpoints))
-        if stats.kind != "idle":
-            self._labelled("step_seconds", stats.kind).observe(stats.seconds)
         if stats.not_ahead:
             self.count("steps_not_ahead", label=stats.not_ahead)
         totals = Sums(
-            preemptions=stats.num_preemptions,
+            num_preemptions=stats.num_preemptions,
             requests_not_finite=stats.num_not_finite,
             requests_dropped=stats.num_faults,
             prefix_cache_queries=stats.prefix_cache_queries,
             prefix_cache_hits=stats.prefix_cache_hits,
         )
-        for name, grown in (totals - self._engine_totals).items():
+        new, self._engine_totals = totals - self._engine_totals, totals
+        for name, grown in new.items():
             self.count(name, grown)
-        self._engine_totals = totals
         drafted = [step for delta in output.deltas for step in delta.steps if step.n_verified]
         num_drafts = sum(step.n_verified for step in drafted)
-        self.count("generation_tokens", sum(len(delta.token_ids) for delta in output.deltas))
+        num_tokens = sum(len(delta.token_ids) for delta in output.deltas)
+        self.count("generation_tokens", num_tokens)
+        if stats.kind != "idle":
+            self._labelled("step_seconds", stats.kind).observe(stats.seconds)
+            self.observe("iteration_tokens_total", num_tokens + new["prefix_cache_queries"])
         self.count("decode_rows", stats.num_decoding + num_drafts)
         self.count("decode_sequences", stats.num_drafting, "yes")
         self.count("decode_sequences", stats.num_decoding - stats.num_drafting, "no")

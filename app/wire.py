@@ -3,6 +3,8 @@
 Each engine process has its own sockets, so no message outlives the engine that it is for or comes from.
 """
 
+import time
+
 import msgspec
 
 from app.config.engine import EngineConfig
@@ -31,11 +33,12 @@ Command = Submit | Abort | FlushCache | Shutdown
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag=True):
-    """`stage` is "target", "draft" (in bytes), "graphs", "compile", "warm-up" (in steps) or "timing steps" (in s)."""
+    """Stage of `app.engine.load.engine.Progress`, and the time.monotonic() of this host when it began."""
 
     stage: str
     done: int
     total: int
+    started: float = msgspec.field(default_factory=time.monotonic)
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -100,7 +100,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
         key = clip(Counter(key for key, _ in pairs).most_common(1)[0][0])
-        raise bad_request(f"`{key}` is twice in one object of the body. Send it once.", key)
+        raise bad_request(f"`{key}` appears twice in the same object. Send it once.", key)
     return fields
 
 

@@ -1,37 +1,39 @@
-"""Display of the start at a terminal: a progress bar, then a short table."""
+"""Display of the start at a terminal: a progress bar, then a box that says where to go."""
 
 import json
 import logging
 import shlex
-import sys
+import time
 from contextlib import AbstractContextManager, nullcontext
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from app.engine_client.client import EngineClient
 from app.engine_client.supervisor import EngineState
 from app.messages import EngineInfo
-from app.wire import LoadProgress
 
 logger = logging.getLogger(__name__)
 
 
 async def show_start(engine: EngineClient, url: str, model: str) -> None:
-    """Show the engine's progress and then the table, at every start of the engine. Runs until cancelled."""
+    """Show the engine's progress and then the box, at every start of the engine. Runs until cancelled."""
     console = Console(stderr=True)
     while True:
+        began = time.monotonic()
         state = await _show_loading(engine, console)
         if state.phase != "ready" or state.info is None:
             return
+        logger.debug("KV: %d pages of %d tokens", state.info.num_pages, state.info.page_size)
         if console.is_terminal:
-            console.print(ready_table(state.info))
+            console.print(ready_table(state.info, url, model))
             body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
             request = shlex.join(["curl", f"{url}/v1/chat/completions", "-d", body])
             console.print("try:", request, markup=False, highlight=False, soft_wrap=True)
         else:
-            logger.info("ready: %s on %s, serving %s at %s", state.info.target, state.info.device, model, url)
+            what = state.info.target, state.info.device, time.monotonic() - began, model, url
+            logger.info("ready: %s on %s after %.0f s, serving %s at %s", *what)
             if state.info.state_bytes:
                 logger.info("state: %s", state_line(state.info))
         while engine.state.phase == "ready":
@@ -39,49 +41,39 @@ async def show_start(engine: EngineClient, url: str, model: str) -> None:
 
 
 async def _show_loading(engine: EngineClient, console: Console) -> EngineState:
-    """Show a progress bar on a terminal, else log a line for every stage. Return the state after loading."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-    bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+    """Show the stage in one line on a terminal, else log a line for every stage. Return the state after loading.
+
+    It is one line because log lines, of which most are the engine's, overwrite that on a terminal.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, console=console, transient=True)
     shown: AbstractContextManager[object] = bar if console.is_terminal else nullcontext()
-    tasks: dict[str, TaskID] = {}
+    stage, task = "starting", bar.add_task("starting", total=None)
     with shown:
         while engine.state.phase == "loading":
             if (progress := engine.state.progress) is not None:
-                line, most = stage_line(progress), max(1, progress.total)
-                if progress.stage not in tasks:
-                    tasks[progress.stage] = bar.add_task(progress.stage)
+                if progress.stage != stage:
+                    bar.remove_task(task)
+                    stage, task = progress.stage, bar.add_task(progress.stage)
                     if not console.is_terminal:
-                        logger.info("loading: %s", line)
-                bar.update(tasks[progress.stage], description=line, completed=progress.done, total=most)
+                        logger.info("loading: %s", stage)
+                bar.update(task, completed=progress.done, total=max(1, progress.total))
             await engine.supervisor.next_state()
     return engine.state
 
 
-def stage_line(progress: LoadProgress) -> str:
-    """Return the name of a stage, with the time left where the stage counts seconds."""
-    if progress.stage != "timing steps":
-        return progress.stage
-    return f"{progress.stage}, at most {progress.total - progress.done} s left"
-
-
-def ready_table(info: EngineInfo) -> Table:
-    """Return the table of what is loaded."""
+def ready_table(info: EngineInfo, url: str, model: str) -> Table:
+    """Return the table of where to go, and what is loaded."""
     table = Table(title="dflash-server is ready", show_header=False, title_justify="left", min_width=60)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    table.add_row("device", f"{info.device}, {info.dtype}")
-    table.add_row("target", info.target)
-    if info.draft is None:
-        table.add_row("draft", "none: decoding plainly, one token a step")
-    else:
-        table.add_row("draft", info.draft)
-        table.add_row("block", f"{info.block_size} rows, {info.block_size - 1} drafted")
-        table.add_row("taps", ", ".join(str(tap) for tap in info.taps))
-    tokens = info.num_pages * info.page_size
-    table.add_row("KV", f"{info.num_pages:,} pages of {info.page_size} = {tokens:,} tokens")
+    table.add_row("page", f"{url}/")
+    table.add_row("base_url", f"{url}/v1")
+    table.add_row("model", f"{model}, {info.dtype} on {info.device}")
+    table.add_row("draft", info.draft or "none: decoding plainly, one token a step")
+    table.add_row("context", f"{info.max_model_len:,} tokens a request, {info.max_num_seqs} requests at once")
     if info.state_bytes:
         table.add_row("state", state_line(info))
-    table.add_row("limits", f"{info.max_model_len:,} tokens a request, {info.max_num_seqs} requests at once")
     return table
 
 
@@ -95,5 +87,5 @@ def state_line(info: EngineInfo) -> str:
 
 
 def print_error(message: str) -> None:
-    """Print the one line that says why the server cannot go on."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    """Write the one line that says why the server cannot go on."""
+    logger.critical("%s", message, extra={"is_last": True})

@@ -8,12 +8,13 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from app import log
 from app.engine_client.admission import Busy, ClientBusy
 from app.engine_client.supervisor import EngineUnavailable
 from app.metrics import Metrics
 
 RETRY_AFTER_SECONDS = 2
-_CLIENT_CLOSED_REQUEST = 499
+CLIENT_CLOSED_REQUEST = 499
 _ADVICE = (
     (r"/v1/responses/(?:input_tokens|compact)/?", "This server has no such endpoint."),
     (r"/v1/responses/.+", "Nothing is stored here: send the whole conversation as `input` to {root}/v1/responses."),
@@ -47,6 +48,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
+        log.request.get({}).update(code=self.code, param=self.param)
         content = msgspec.json.encode(self.body)
         return Response(content, self.status, headers=self.headers, media_type="application/json")
 
@@ -78,7 +80,7 @@ def context_length_exceeded(
         bound = "at least " if at_least else ""
         reason = f"your prompt has {bound}{prompt} tokens, which leaves no room for an answer. Shorten the prompt"
     else:
-        total = f"{prompt + max_tokens}: {prompt} in the prompt and {max_tokens} to be made"
+        total = f"{prompt + max_tokens}: {prompt} in the prompt plus {max_tokens} requested"
         reason = f"you asked for {total}. Reduce one of them"
     message = f"This model's maximum context length is {limit} tokens, and {reason}."
     return bad_request(message, param, "context_length_exceeded")
@@ -122,13 +124,14 @@ def install(app: FastAPI, metrics: Metrics) -> None:
         if methods & {"GET", "HEAD"}:
             methods |= {"GET", "HEAD"}
         allowed = headers["Allow"] = ", ".join(sorted(methods))
-        message = f"{where} is not possible: use {allowed}."
+        origins = " Pages of other origins need --allowed-origins." if request.method == "OPTIONS" else ""
+        message = f"{where} is not possible: use {allowed}.{origins}"
         return ApiError(405, message, code="method_not_allowed", headers=headers).response()
 
     @app.exception_handler(ClientDisconnect)
     async def note_disconnect(request: Request, error: ClientDisconnect) -> Response:
         """Set the status for the access log, because the client has left."""
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     @app.exception_handler(Exception)
     async def answer_bug(request: Request, error: Exception) -> Response:

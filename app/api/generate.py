@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from fastapi import Request, Response
 
-from app import messages
+from app import log, messages
 from app.api import prompts
 from app.api.answers import json_response
 from app.api.body import parse, read_json
@@ -20,7 +20,7 @@ from app.api.services import Services, services_of
 from app.api.stream import Answers, Choice, Choices, EventStream, events, unless_gone
 from app.api.validation import warn_of_unknown_fields
 from app.engine_client.admission import Permits
-from app.engine_client.request_stream import RequestStream, Timeline
+from app.engine_client.request_stream import RequestStream
 from app.messages import MIN_TEMPERATURE, EngineInfo, SamplingParams
 from app.text.detokenizer import Detokenizer
 from app.text.parsers import OutputParser
@@ -68,6 +68,7 @@ async def receive(request: Request, model: type[BodyT], *, is_admitted: bool = T
     deadline = services.deadline(request, arrived)
     body = parse(await read_json(request), model, services.metrics)
     name = services.served_name(body.model)
+    log.request.get({})["model"] = name
     warnings = warn_of_unknown_fields(body, services.metrics)
     num_prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
     num_sequences = num_prompts * body.num_choices
@@ -99,7 +100,6 @@ def submit(
             )
             choices.append(_choice(received, prompt, deltas, index))
             if (tracer := received.services.tracer) is not None:
-                deltas.timeline = Timeline(received.arrived)
                 choices.on_close = choices.on_close or tracer.begin(
                     received.request.headers, received.model_name, received.body.num_choices, request, choices
                 )
@@ -135,7 +135,7 @@ def _requests(
                 sampling=replace(sampling, seed=seed_of_choice(seed, number)),
                 stop_token_ids=stop_token_ids,
                 max_tokens=max_tokens,
-                speculate=body.speculate is not False,
+                speculate=True if body.speculate is None else body.speculate,
                 cache_salt=body.cache_salt or "",
             )
             yield prompt, request
@@ -191,11 +191,10 @@ def _choice(received: Received[GenerationRequest], prompt: Prompt, deltas: Reque
     parser = OutputParser()
     if isinstance(body, ChatCompletionRequest):
         reasoning = received.services.reasoning_parser if body.separate_reasoning is not False else None
-        tools = body.offered_tools
-        call_format = received.services.call_format if tools else None
+        call_format = received.services.call_format if body.offered_tools else None
         parser = OutputParser(
             reasoning(prompt.in_reasoning) if reasoning else None,
-            call_format.parser(tools) if call_format else None,
+            call_format.parser(body.offered_tools) if call_format else None,
             shows_reasoning=body.include_reasoning is not False,
             max_calls=1 if body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool) else None,
         )

@@ -8,7 +8,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -16,9 +17,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.api.errors import ApiError, unavailable
+from app import log
+from app.api.errors import CLIENT_CLOSED_REQUEST, ApiError, unavailable
 from app.engine_client.client import EngineClient
-from app.log import request_id
+from app.metrics import Metrics
 
 logger = logging.getLogger("app.access")
 
@@ -38,15 +40,16 @@ _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestIds:
-    """Layer that gives every request an id, returns it as X-Request-Id, and logs the request.
+    """Layer that gives every request an id, returns it as X-Request-Id, logs the request, and counts its status.
 
     The client's X-Request-Id is used if it has 1 to 128 printable ASCII characters. While the server drains, each
     answer closes its connection, so that the client goes to another replica. It is the outermost layer, so a bug's
     500 has the id too.
     """
 
-    def __init__(self, app: ASGIApp, is_draining: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, is_draining: Callable[[], bool] = lambda: False) -> None:
         self._app = app
+        self._metrics = metrics
         self._is_draining = is_draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,10 +59,9 @@ class RequestIds:
         identifier = Headers(scope=scope).get("x-request-id", "")
         if not _SAFE_ID.fullmatch(identifier):
             identifier = uuid.uuid4().hex
-        token = request_id.set(identifier)
+        log.request.set(noted := {"request_id": identifier})
         started = time.monotonic()
-        status = 0
-        complete = False
+        status, complete = 0, False
 
         async def send_with_id(message: Message) -> None:
             nonlocal status, complete
@@ -78,6 +80,8 @@ class RequestIds:
 
         try:
             await self._app(scope, receive, send_with_id)
+            if not complete:  # A stream ends like that when its client leaves.
+                status = CLIENT_CLOSED_REQUEST
         except Exception:
             # Starlette answers 500 and raises again. A complete answer leaves the connection usable. For an incomplete
             # one uvicorn closes the connection.
@@ -91,14 +95,20 @@ class RequestIds:
             answer = unavailable("The server is shutting down.", "engine_draining").response()
             await answer(scope, receive, send_with_id)
         finally:
-            level = logging.DEBUG if scope["path"] in _PROBES else logging.INFO
-            milliseconds = 1000 * (time.monotonic() - started)
-            path = quote(scope["path"])  # A path may contain line ends.
-            headers = Headers(scope=scope)
-            found = ((name, headers.get(name)) for name in _ROUTING_HEADERS)
-            routed = "".join(f" {name}={quote(text[:128], safe=':,')}" for name, text in found if text)
-            logger.log(level, "%s %s %d %.1f ms%s", scope["method"], path, status, milliseconds, routed)
-            request_id.reset(token)
+            self._metrics.count("http_responses", label=str(status or 500))
+            _log(scope, status, time.monotonic() - started, noted)
+
+
+def _log(scope: Scope, status: int, seconds: float, noted: Mapping[str, Any]) -> None:
+    """Log a request with what was noted of it. In the text, names and values of a client are quoted."""
+    headers = Headers(scope=scope)
+    more = {"client": scope["client"][0]} if scope.get("client") else {}
+    more |= {name: value for name, value in noted.items() if value is not None and name != "request_id"}
+    more |= {name: value[:128] for name in _ROUTING_HEADERS if (value := headers.get(name))}
+    head = {"method": scope["method"], "path": quote(scope["path"]), "status": status, "ms": round(1000 * seconds, 1)}
+    level = logging.DEBUG if scope["path"] in _PROBES else logging.INFO
+    text = "".join(f" {name}={quote(str(value), safe='/:,')}" for name, value in more.items())
+    logger.log(level, "%s %s %d %.1f ms%s", *head.values(), text, extra={"fields": head | more})
 
 
 def key_digests(keys: Sequence[str]) -> list[bytes]:

@@ -130,16 +130,15 @@ _Tokens = _shape(
 )
 _Text = _shape("Text", prompt=str)
 _Version = _shape("Version", version=str)
-_EngineInfo = _shape(
-    "EngineInfoBody", **get_type_hints(EngineInfo), model_path=str, served_model_name=str, tp_size=int, dp_size=int
-)
+_NAMED = {"model_path": str, "served_model_name": str, "tp_size": int, "dp_size": int}
+_EngineInfo = _shape("EngineInfoBody", **get_type_hints(EngineInfo), **_NAMED, version=str, settings=dict[str, str])
 _ModelInfo = _shape(
     "ModelInfo", model_path=str, is_generation=bool, model_type=str | None, architectures=list[str] | None
 )
 _Load = _shape("Load", dp_rank=int, num_reqs=int, num_waiting_reqs=int, num_tokens=int)
 _Rendered = _shape("RenderedPrompt", model=str, token_ids=list[int])
 _Success = _shape("Success", success=Literal[True])
-_Progress = _shape("Progress", stage=str, done=int, total=int)
+_Progress = _shape("Progress", stage=str, seconds=int, done=int, total=int)
 _State = _shape("State", status=str, reason=(str, ""), progress=(_Progress | None, None))
 _EVENT = {
     "type": "object",

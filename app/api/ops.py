@@ -1,5 +1,6 @@
 """Endpoints that generate nothing: models, tokens, probes, facts, metrics, cached prefixes, and two pages."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cache
@@ -123,7 +124,8 @@ async def server_info(request: Request) -> Response:
     if info is None:
         return _described(state, 503)
     named = {"model_path": info.target, "served_model_name": services.model_names[0]}
-    return json_response(asdict(info) | named | {"tp_size": info.tensor_parallel_size, "dp_size": 1})
+    ours = {"version": version("dflash-server"), "settings": services.settings}
+    return json_response(asdict(info) | named | ours | {"tp_size": info.tensor_parallel_size, "dp_size": 1})
 
 
 @router.get("/get_model_info", include_in_schema=False)
@@ -173,8 +175,8 @@ def _described(state: EngineState, status: int) -> Response:
     if state.reason is not None:
         description["reason"] = state.reason
     if state.progress is not None:
-        progress = state.progress
-        description["progress"] = {"stage": progress.stage, "done": progress.done, "total": progress.total}
+        stage, seconds = state.progress, int(time.monotonic() - state.progress.started)
+        description["progress"] = {"stage": stage.stage, "seconds": seconds, "done": stage.done, "total": stage.total}
     headers = None if status == 200 else {"Retry-After": str(RETRY_AFTER_SECONDS)}
     return json_response(description, status, headers)
 

@@ -77,6 +77,7 @@ class Process:
             uvicorn.Config(server.app, **connection.SETTINGS, timeout_graceful_shutdown=_GRACEFUL_SECONDS)
         )
         self._display: asyncio.Task[None]
+        self._drain_delay = 0.0
         self._should_exit = asyncio.Event()
         self._force_exit = asyncio.Event()
 
@@ -88,17 +89,18 @@ class Process:
         if self._engine.state.phase == "dead":
             print_error(self._engine.state.reason or "the engine died")
             return 2 if self._engine.state.user_error else 1
+        logger.info("stopped")
         return 1 if self._force_exit.is_set() else 0
 
     def startup(self) -> "asyncio.Task[None]":
         """Start the engine and HTTP. Return the task of HTTP."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._handle_exit)
+            loop.add_signal_handler(number, self._handle_exit, number.name)
         bound, port = self._listener.getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound)
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        logger.info("listening on %s%s", url, " and on every other address" if host != bound else "")
+        logger.info("starting on %s%s", url, " and on every other address" if host != bound else "")
         self._server.start()
         serving = asyncio.create_task(self._http.serve([self._listener]))
         self._display = asyncio.create_task(show_start(self._engine, url, self._server.services.model_names[0]))
@@ -109,20 +111,11 @@ class Process:
         await _wait_for_first(self._should_exit.wait(), self._server.death(), asyncio.wait({serving}))
         if not self._should_exit.is_set():
             return
-        await self._leave()
+        if self._drain_delay:  # /ready says 503, and requests are still taken, so that proxies go elsewhere
+            self._server.services.is_leaving = True
+            await _wait_for_first(asyncio.sleep(self._drain_delay), self._force_exit.wait(), self._server.death())
         if not self._force_exit.is_set():
             await _wait_for_first(self._server.drain(), self._force_exit.wait())
-
-    async def _leave(self) -> None:
-        """Answer 503 on /ready for the drain delay while requests are still taken, so that proxies go elsewhere.
-
-        A second signal and the engine's death end it. A server that was never ready has no proxies.
-        """
-        delay = self._server.config.drain_delay
-        if delay and self._engine.state.phase == "ready":
-            self._server.services.is_leaving = True
-            logger.info("leaving: /ready says 503, and requests are taken for %g s more", delay)
-            await _wait_for_first(asyncio.sleep(delay), self._force_exit.wait(), self._server.death())
 
     async def shutdown(self, serving: "asyncio.Task[None]") -> None:
         """End HTTP, the engine and the display."""
@@ -135,11 +128,15 @@ class Process:
         self._display.cancel()
         await asyncio.wait([self._display])
 
-    def _handle_exit(self) -> None:
+    def _handle_exit(self, name: str) -> None:
         """Begin to drain at the first signal. Force the end at the second."""
         if self._should_exit.is_set():
             self._force_exit.set()
             self._http.force_exit = True
+            return
+        if self._engine.state.phase == "ready":  # one that never was has no proxies
+            self._drain_delay = self._server.config.drain_delay
+        logger.info("stopping: %s%s", name, f", draining {self._drain_delay:g} s" if self._drain_delay else "")
         self._should_exit.set()
 
 

@@ -105,7 +105,7 @@ class SamplingRequest(ModelRequest):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[dict[TokenKey, Bias] | None, Field(max_length=MAX_BIASES), at_most(MAX_BIASES)] = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    speculate: bool | None = None
+    speculate: bool | Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_LENGTH)] | None = None
 
     @property

@@ -76,8 +76,10 @@ class Server:
 
     def start(self) -> None:
         """Start the engine process and return. `bind` comes before."""
+        settings = ", ".join(f"{flag} {value}" for flag, value in self.services.settings.items())
+        logger.info("dflash-server %s, not default: %s", version("dflash-server"), settings or "nothing")
         sampling = ", ".join(f"{name} {x:g}" for name, x in asdict(self.services.tokenizer.defaults).items())
-        logger.info("sampling where a request says nothing: %s", sampling)
+        logger.debug("default sampling: %s", sampling)
         self.engine.start()
         self._logging = asyncio.create_task(self._log_metrics())
 
@@ -94,7 +96,8 @@ class Server:
 
     async def drain(self) -> None:
         """Refuse new requests, and give the running ones `shutdown_timeout` seconds."""
-        logger.info("stopping: running requests get %g s", self.config.shutdown_timeout)
+        if num := self.engine.num_running:
+            logger.info("stopping: %d running requests get %g s", num, self.config.shutdown_timeout)
         await self.engine.drain(self.config.shutdown_timeout)
 
     async def stop(self, grace: float = 5.0) -> None:
@@ -156,4 +159,6 @@ def create_app(services: Services, hold_seconds: float = 0.0) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    return RequestIds(layers, lambda: services.is_leaving or services.engine.state.phase == "draining")
+    return RequestIds(
+        layers, services.metrics, lambda: services.is_leaving or services.engine.state.phase == "draining"
+    )

@@ -9,7 +9,7 @@ from fastapi import Request
 
 from app.api.errors import ApiError, bad_request, clip
 from app.api.middleware import key_digests, sent_key
-from app.config.settings import Config
+from app.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS, Config, flag_name
 from app.engine_client.client import EngineClient
 from app.metrics import Metrics
 from app.text.parsers import format_for, reasoning_for
@@ -25,9 +25,10 @@ TIMEOUT_HEADER = "X-Request-Timeout"
 class Services:
     """What the handlers of one server share. `api_keys` are those of the settings and of their file.
 
-    `reasoning_parser` and `call_format` parse reasoning and calls out of chat answers, unless they are None. Set to
-    `auto` they follow the chat template, which follows a named format. While the server `is_leaving`, /ready answers
-    503, and requests are still served. `num_unread_bytes` counts the bytes of bodies that have not arrived whole.
+    `settings` are those that are not default. `reasoning_parser` and `call_format` parse reasoning and calls out of
+    chat answers, unless they are None. Set to `auto` they follow the chat template, which follows a named format. While
+    the server `is_leaving`, /ready answers 503, and requests are still served. `num_unread_bytes` counts the bytes of
+    bodies that have not arrived whole.
     """
 
     config: Config
@@ -45,6 +46,7 @@ class Services:
         self.call_format = format_for(self.config.tool_call_parser, template.source)
         if self.call_format is not None:
             template.call_format = self.call_format
+        self.settings = changed(self.config)
         self.num_unread_bytes = 0
         self.is_leaving = False
         self.created = int(time.time())
@@ -78,6 +80,14 @@ class Services:
             message = f"The model `{clip(name)}` does not exist here. Served: `{'`, `'.join(self.model_names)}`."
             raise ApiError(404, message, param="model", code="model_not_found")
         return name or self.model_names[0]
+
+
+def changed(config: Config) -> dict[str, str]:
+    """Return the settings that are not default, by flag. Of keys it is only said that there are some."""
+    known = ENGINE_SETTINGS | SERVER_SETTINGS
+    given = {name: getattr(config.engine if name in ENGINE_SETTINGS else config, name) for name in known}
+    others = {name: value for name, value in given.items() if value != known[name].default}
+    return {flag_name(name): str(value) if known[name].repr else "[redacted]" for name, value in others.items()}
 
 
 def services_of(request: Request) -> Services:

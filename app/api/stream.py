@@ -13,6 +13,7 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from app import log
 from app.api.errors import ApiError, unavailable
 from app.engine_client.client import EngineClient
 from app.engine_client.request_stream import RequestStream, Timeline
@@ -177,14 +178,16 @@ class Choices:
         """Abort the choices that still run. Idempotent."""
         for choice in self._choices:
             choice.deltas.close()
+        counts = {name: self.usage(False)[name] for name in ("prompt_tokens", "completion_tokens")}
+        log.request.get({}).update(**counts, finish_reason=",".join(line.outcome for line in self.timelines))
         on_close, self.on_close = self.on_close, None
         if on_close is not None:
             on_close()
 
     @property
     def timelines(self) -> list[Timeline]:
-        """Timelines of the choices, if the request is traced."""
-        return [line for choice in self._choices if (line := choice.deltas.timeline) is not None]
+        """Timelines of the choices."""
+        return [choice.deltas.timeline for choice in self._choices]
 
     def usage(self, with_speculation: bool) -> dict[str, Any]:
         """Return the usage so far.
@@ -260,6 +263,7 @@ async def events(choices: Choices, answers: Answers) -> AsyncGenerator[bytes, No
     except ApiError as error:
         if sent_at is None:
             raise
+        log.request.get({}).update(code=error.code)
         yield answers.failure(error)
 
 

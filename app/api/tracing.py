@@ -40,7 +40,7 @@ class Tracer:
         """Return what ends the span of `choices`, whose first request is `request`. Its parent is `traceparent`."""
         sampling = request.sampling
         asked: dict[str, Any] = {
-            "gen_ai.request.id": log.request_id.get() or request.request_id,
+            "gen_ai.request.id": log.request.get({}).get("request_id", request.request_id),
             "gen_ai.request.n": num_choices,
             "gen_ai.request.max_tokens": request.max_tokens,
             "gen_ai.request.temperature": sampling.temperature,

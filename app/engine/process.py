@@ -20,6 +20,7 @@ import zmq
 from app import log
 from app.config.engine import EngineConfig
 from app.engine.compile.later import Compiling
+from app.engine.dflash.acceptance import Acceptance
 from app.engine.dflash.startup_log import report
 from app.engine.errors import UnsupportedError, last_words
 from app.engine.host_cores import use_own_cores
@@ -114,8 +115,8 @@ def main() -> int:
         engine = build_engine(config, _progress(link), join=followers.join)
         info = _info(engine, config)
         if engine.can_be_compiled:
-            on_change = partial(_send_forwards, link, engine, info)
-            compiling = Compiling(engine.core.runner, encode_config(config), on_change)
+            runner, settings = engine.core.runner, encode_config(config)
+            compiling = Compiling(runner, settings, lambda: link.send(Ready(_info(engine, config))))
             info = replace(info, forwards=BEING_COMPILED)
         link.send(Ready(info))
         serve(link, engine, compiling)
@@ -146,7 +147,7 @@ def _end(replies: str, reason: str) -> None:
 
 def serve(link: Link, engine: Engine, compiling: Compiling | None = None) -> None:
     """Take commands, and step while there is work with one reply a step, until Shutdown."""
-    core = engine.core
+    core, acceptance = engine.core, Acceptance()
     while True:
         if compiling and compiling.take_up():
             compiling = None
@@ -169,12 +170,9 @@ def serve(link: Link, engine: Engine, compiling: Compiling | None = None) -> Non
                 case Shutdown():
                     return
         if core.has_work:
-            link.send(Stepped(core.step()))
-
-
-def _send_forwards(link: Link, engine: Engine, info: EngineInfo) -> None:
-    """Report again that the engine is ready, and how its forwards run from here on."""
-    link.send(Ready(replace(info, forwards=engine.forwards)))
+            output = core.step()
+            acceptance.add(output.deltas)
+            link.send(Stepped(output))
 
 
 def _idle(link: Link, engine: Engine, *deltas: TokenDelta) -> Stepped:
@@ -236,15 +234,16 @@ def _info(engine: Engine, config: EngineConfig) -> EngineInfo:
 
 
 def _progress(link: Link) -> Progress:
-    """Return a callback that sends progress, a few times a second and at the end of each stage."""
-    sent_at = 0.0
+    """Return a callback that sends progress, a few times a second and at the beginning and the end of each stage."""
+    sent_at, started = 0.0, dict[str, float]()
 
     def send(stage: str, done: int, total: int) -> None:
         nonlocal sent_at
         now = time.monotonic()
-        if done == total or now - sent_at > _PROGRESS_INTERVAL_SECONDS:
+        is_new = stage not in started
+        if is_new or done == total or now - sent_at > _PROGRESS_INTERVAL_SECONDS:
             sent_at = now
-            link.send(LoadProgress(stage, done, total))
+            link.send(LoadProgress(stage, done, total, started.setdefault(stage, now)))
 
     return send
 

@@ -37,8 +37,8 @@ class EngineClient:
         self._metrics = metrics
         self._kv_events = kv_events
         self._running: dict[str, _Running] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.idle = asyncio.Event()
+        self.idle.set()
 
     def start(self) -> None:
         """Start the engine process and return; `state` tells its progress."""
@@ -110,8 +110,9 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         timer = None if deadline is None else loop.call_later(deadline - now, self._expire, stream)
         self._running[request.request_id] = _Running(stream, permits, timer)
-        self._idle.clear()
+        self.idle.clear()
         self._metrics.count("prompt_tokens", len(request.token_ids))
+        self._metrics.observe("request_prompt_tokens", len(request.token_ids))
         return stream
 
     def flush_cache(self) -> None:
@@ -126,16 +127,12 @@ class EngineClient:
             running.stream.put(TokenDelta(request_id, [], [], finish_reason="abort"))
             self._leave(running.stream)
 
-    async def drained(self) -> None:
-        """Wait until no request runs."""
-        await self._idle.wait()
-
     async def drain(self, timeout: float) -> None:
         """Refuse new requests and wait for the running ones. Those left after `timeout` seconds end in an error."""
         self.supervisor.drain()
         try:
             async with asyncio.timeout(timeout):
-                await self.drained()
+                await self.idle.wait()
         except TimeoutError:
             self._fail_running(f"the server shut down before the request was done (waited {timeout:g} s)")
 
@@ -156,7 +153,7 @@ class EngineClient:
         if self._kv_events is not None and output.cache_events:
             self._kv_events.publish(output.cache_events)
         for request_id in output.scheduled:
-            if (running := self._running.get(request_id)) and running.stream.timeline:
+            if running := self._running.get(request_id):
                 running.stream.timeline.begin(time.monotonic() - output.stats.seconds)
         for delta in output.deltas:
             if running := self._running.get(delta.request_id):
@@ -192,7 +189,7 @@ class EngineClient:
         if timer is not None:
             timer.cancel()
         if not self._running:
-            self._idle.set()
+            self.idle.set()
 
     def _fail_running(self, reason: str) -> None:
         for request_id, running in list(self._running.items()):

@@ -151,12 +151,10 @@ def _private_folder() -> Path:
 
     Abstract sockets would need no folder, but they have no permissions.
     """
-    for parent in _parents():
+    for parent in (parents := _parents()):
         with contextlib.suppress(OSError):
             return Path(tempfile.mkdtemp(prefix="dflash-", dir=parent))
-    raise OSError(
-        f"no folder for its sockets: {', '.join(_parents())} cannot be written to. Set TMPDIR to one that can"
-    )
+    raise OSError(f"no folder for its sockets: {', '.join(parents)} cannot be written to. Set TMPDIR to one that can")
 
 
 def _parents() -> list[str]:

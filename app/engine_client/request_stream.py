@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from app.messages import FinishReason, TokenDelta
 from app.metrics import Metrics
@@ -22,6 +23,7 @@ class Timeline:
     scheduled: float | None = None
     first_token: float | None = None
     latest_token: float | None = None
+    tokens: int = 0
     steps: int = 0
     verified: int = 0
     accepted: int = 0
@@ -39,6 +41,7 @@ class Timeline:
         if delta.token_ids:
             self.first_token = now if self.first_token is None else self.first_token
             self.latest_token = now
+            self.tokens += len(delta.token_ids)
         self.error = delta.error or self.error
         for step in delta.steps:
             if step.n_verified:
@@ -47,14 +50,20 @@ class Timeline:
                 self.accepted += step.n_accepted
                 self.drafted_tokens += step.n_tokens
 
+    def phases(self) -> Iterator[tuple[str, float]]:
+        """Yield the phases that are over, with their seconds."""
+        moments = self.arrived, self.scheduled, self.first_token, self.latest_token
+        for phase, (start, end) in zip(("queue", "prefill", "decode"), pairwise(moments), strict=True):
+            if start is not None and end is not None:
+                yield phase, end - start
+
 
 class RequestStream:
     """Deltas of one request, for one reader, which gives an event with `notify` and calls `take`. Its owner closes it.
 
     The last delta has a `finish_reason`. Deltas that arrive while the reader is busy are joined into one: a slow reader
-    never costs a queue of messages. A reader of several streams gives all of them the same event. `arrived` is
-    the `time.monotonic()` of the request. `expired` is set before a deadline aborts it. The `timeline` of a request
-    that is traced takes its events.
+    never costs a queue of messages. A reader of several streams gives all of them the same event. `expired` is set
+    before a deadline aborts the request.
     """
 
     def __init__(
@@ -62,12 +71,9 @@ class RequestStream:
     ) -> None:
         self.request_id = request_id
         self.expired = False
-        self.timeline: Timeline | None = None
+        self.timeline = Timeline(arrived)
         self._on_close = on_close
         self._metrics = metrics
-        self._arrived = arrived
-        self._latest = arrived
-        self._has_tokens = False
         self._pending: TokenDelta | None = None
         self._event = asyncio.Event()
         self._finish_reason: FinishReason | None = None
@@ -75,16 +81,12 @@ class RequestStream:
 
     def put(self, delta: TokenDelta) -> None:
         """Add a delta. Called by the task that reads the engine's replies; never waits."""
-        now = time.monotonic()
-        if delta.token_ids:
-            if self._has_tokens:
-                self._metrics.observe("inter_token_latency_seconds", now - self._latest, len(delta.token_ids))
-            else:
-                self._metrics.observe("time_to_first_token_seconds", now - self._arrived)
-            self._has_tokens = True
-        self._latest = now
-        if self.timeline is not None:
-            self.timeline.add(delta, now)
+        now, latest = time.monotonic(), self.timeline.latest_token
+        if delta.token_ids and latest is not None:
+            self._metrics.observe("inter_token_latency_seconds", now - latest, len(delta.token_ids))
+        elif delta.token_ids:
+            self._metrics.observe("time_to_first_token_seconds", now - self.timeline.arrived)
+        self.timeline.add(delta, now)
         self._pending = delta if self._pending is None else _joined(self._pending, delta)
         self._event.set()
 
@@ -112,11 +114,14 @@ class RequestStream:
             return
         self._closed = True
         self._on_close(self)
-        outcome = reason or ("deadline" if self.expired else self._finish_reason) or "abort"
-        if self.timeline is not None:
-            self.timeline.outcome = outcome
-        self._metrics.count("request_success", label=outcome)
-        self._metrics.observe("e2e_request_latency_seconds", self._latest - self._arrived)
+        line = self.timeline
+        line.outcome = reason or ("deadline" if self.expired else self._finish_reason) or "abort"
+        self._metrics.count("request_success", label=line.outcome)
+        self._metrics.observe("e2e_request_latency_seconds", (line.latest_token or time.monotonic()) - line.arrived)
+        for phase, seconds in line.phases():
+            self._metrics.observe(f"request_{phase}_time_seconds", seconds)
+        for name in ("request_generation_tokens", "request_max_num_generation_tokens"):
+            self._metrics.observe(name, line.tokens)
 
 
 def _joined(before: TokenDelta, delta: TokenDelta) -> TokenDelta:

@@ -443,7 +443,7 @@ def test_loading_is_shown_until_the_server_is_ready(tab, own_server):
     own_server.until(lambda state: state.progress is not None)
     tab.open(f"{own_server.url}/")
     tab.until("document.querySelector('#loading').value === 25")
-    assert text(tab, "#status") == "loading: target"
+    assert text(tab, "#status") == "loading: target, 0 s"
     assert tab.run("document.querySelector('#send').disabled")
     own_server.script.order("ready", info=own_server.script.info)
     tab.until("!document.querySelector('#send').disabled")

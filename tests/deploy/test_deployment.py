@@ -120,7 +120,7 @@ def metric_labels() -> dict[str, set[str]]:
     labels: dict[str, set[str]] = {"up": set(), "probe_success": set()}
     for metric in TABLE:
         own = set(metric.labels)
-        for ending in {"gauge": [""], "counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}[metric.kind]:
+        for ending in {"gauge": [""], "counter": ["_total"]}.get(metric.kind, ["_bucket", "_sum", "_count"]):
             labels[f"dflash:{metric.name}{ending}"] = own | ({"le"} if ending == "_bucket" else set())
     return {name: own | {"instance", "job"} for name, own in labels.items()}
 

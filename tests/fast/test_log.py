@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from app import log
+from app.api.display import print_error
 
 
 @pytest.fixture(autouse=True)
@@ -17,9 +18,9 @@ def root_logger_as_it_was() -> Iterator[None]:
 
 def test_json_lines_carry_the_request_id_of_their_task(capsys):
     log.set_up("info", "json")
-    token = log.request_id.set("abc")
+    token = log.request.set({"request_id": "abc"})
     logging.getLogger("app.x").info("hello %s", "wörld")
-    log.request_id.reset(token)
+    log.request.reset(token)
     logging.getLogger("app.x").info("later")
     first, second = (json.loads(line) for line in capsys.readouterr().err.splitlines())
     assert (first["message"], first["level"], first["logger"], first["request_id"]) == (
@@ -43,10 +44,26 @@ def test_json_lines_hold_a_traceback_in_one_line(capsys):
 
 def test_text_lines_end_with_the_request_id(capsys):
     log.set_up("info", "text")
-    token = log.request_id.set("abc")
+    token = log.request.set({"request_id": "abc"})
     logging.getLogger("app.x").info("hello")
-    log.request_id.reset(token)
+    log.request.reset(token)
     assert capsys.readouterr().err.endswith("INFO app.x hello [abc]\n")
+
+
+@pytest.mark.parametrize(("style", "begins"), [("text", "error: no such key: [redacted]"), ("json", "{")])
+def test_the_last_line_is_an_error_for_people_and_an_object_for_machines(capsys, style, begins):
+    log.set_up("error", style, ["s3cret"])
+    print_error("no such key: s3cret")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(begins)
+    assert style == "text" or json.loads(line)["message"] == "no such key: [redacted]"
+
+
+def test_on_a_terminal_a_line_takes_the_place_of_the_progress_bar(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    log.set_up("info", "text")
+    logging.getLogger("app.x").info("hello")
+    assert capsys.readouterr().err.startswith("\r\x1b[2K")
 
 
 def test_lines_below_the_level_are_not_written(capsys):

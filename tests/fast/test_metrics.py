@@ -1,10 +1,13 @@
 import logging
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 
 from app.messages import SpecStep, StepOutput, StepStats, TokenDelta
 from app.metrics import TABLE, Metrics
+
+LATENCIES_OF_VLLM = ("e2e_request_latency", "inter_token_latency", "time_to_first_token")
 
 
 def output(steps: list[SpecStep], queries: int = 0, hits: int = 0) -> StepOutput:
@@ -21,7 +24,41 @@ def samples(metrics: Metrics) -> dict[str, float]:
 def test_every_name_of_the_table_is_exposed_under_the_prefix():
     text = Metrics("vllm:").render().decode()
     for metric in TABLE:
-        assert f"# TYPE vllm:{metric.name}{'_total' if metric.kind == 'counter' else ''} {metric.kind}" in text
+        kind = metric.kind if metric.kind in ("gauge", "counter") else "histogram"
+        assert f"# TYPE vllm:{metric.name}{'_total' if kind == 'counter' else ''} {kind}" in text
+
+
+def test_every_panel_of_vllms_dashboard_has_its_metric_under_its_prefix():
+    """The names that examples/observability/prometheus_grafana/grafana.json of vLLM asks for."""
+    latencies = [f"{name}_seconds_{end}" for name in LATENCIES_OF_VLLM for end in ("bucket", "sum", "count")]
+    tokens = ["request_prompt_tokens_bucket", "request_generation_tokens_bucket", "iteration_tokens_total_bucket"]
+    phases = [f"request_{phase}_time_seconds_sum" for phase in ("queue", "prefill", "decode")]
+    totals = ["prompt_tokens_total", "generation_tokens_total", "request_success_total", "num_preemptions_total"]
+    gauges = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
+    exposed = {name.partition("{")[0] for name in samples(Metrics("vllm:", "m"))}
+    names = [*latencies, *tokens, *phases, *totals, *gauges, "request_max_num_generation_tokens_sum"]
+    assert {f"vllm:{name}" for name in names} <= exposed
+
+
+def test_labels_that_are_known_have_a_sample_before_their_first_event():
+    found = samples(Metrics())
+    reasons = ("stop", "length", "abort", "error", "deadline")
+    assert [found[f'dflash:request_success_total{{finished_reason="{reason}"}}'] for reason in reasons] == [0] * 5
+    assert found['dflash:requests_turned_away_total{code="server_busy"}'] == 0
+
+
+def test_the_version_and_the_memory_of_the_process_are_exposed():
+    found = samples(Metrics())
+    assert found[f'dflash:build_info{{version="{version("dflash-server")}"}}'] == 1
+    assert found["process_resident_memory_bytes"] > 1 << 20 and found["process_open_fds"] > 0
+
+
+def test_the_tokens_of_a_step_are_those_emitted_and_prompts_that_began():
+    metrics = Metrics()
+    metrics.step(output([SpecStep(3, 4, 2)], queries=100))
+    metrics.step(output([SpecStep(2, 4, 1)], queries=100))
+    found = samples(metrics)
+    assert found["dflash:iteration_tokens_total_sum"] == 105 and found["dflash:iteration_tokens_total_count"] == 2
 
 
 def test_no_sample_says_when_a_counter_was_created():
@@ -72,7 +109,7 @@ def test_acceptance_per_position_is_accepted_over_verified_at_that_position():
 @pytest.mark.parametrize(
     ("name", "field"),
     [
-        ("preemptions", "num_preemptions"),
+        ("num_preemptions", "num_preemptions"),
         ("prefix_cache_queries", "prefix_cache_queries"),
         ("prefix_cache_hits", "prefix_cache_hits"),
     ],
@@ -105,8 +142,10 @@ def test_tokens_of_one_step_share_its_time():
     found = samples(metrics)
     assert found["dflash:inter_token_latency_seconds_count"] == 16
     assert round(found["dflash:inter_token_latency_seconds_sum"], 9) == 0.8
-    buckets = [found[f'dflash:inter_token_latency_seconds_bucket{{le="{le}"}}'] for le in ("0.025", "0.05", "+Inf")]
-    assert buckets == [0, 16, 16]
+    buckets = [
+        found[f'dflash:inter_token_latency_seconds_bucket{{le="{le}"}}'] for le in ("0.0001", "0.025", "0.05", "+Inf")
+    ]
+    assert buckets == [0, 0, 16, 16]
 
 
 def test_the_log_line_speaks_of_the_time_since_the_last_one_and_is_silent_without_work(caplog):

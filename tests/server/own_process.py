@@ -70,7 +70,7 @@ class Process:
         return url
 
     def read_url(self) -> str:
-        line = self.read_until("listening on")
+        line = self.read_until("starting on")
         return re.search(r"http://\S+", line).group()
 
     def read_until(self, words: str) -> str:

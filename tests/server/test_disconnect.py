@@ -15,8 +15,9 @@ from app.api import stream as streaming
 from app.api.middleware import RequestIds
 from app.api.stream import EventStream
 from app.engine_client.supervisor import EngineUnavailable
-from app.log import request_id
+from app.log import request as served_request
 from app.messages import Request
+from app.metrics import Metrics
 from tests.fast.api.connections import connect, connection_address, request
 from tests.fast.api.served import PATIENCE, next_delta
 
@@ -69,7 +70,7 @@ def test_a_request_that_cannot_be_sent_leaves_nothing_behind(server):
     with pytest.raises(OverflowError):
         server.call(lambda: server.engine.submit(Request("unsendable", [1], 5, stop_token_ids=[2**64])))
     assert (server.engine.num_running, server.engine.admission.num_in_flight) == (0, 0)
-    server.call(server.engine.drained)
+    server.call(server.engine.idle.wait)
     assert server.metric("prompt_tokens_total") == before
 
 
@@ -77,7 +78,7 @@ def test_a_request_that_the_engine_has_ended_has_no_place_before_it_is_read(serv
     server.script.plan([5, 2])
 
     stream = server.call(lambda: server.engine.submit(Request("unread", [1], 250, stop_token_ids=[2])))
-    server.call(server.engine.drained)
+    server.call(server.engine.idle.wait)
     assert server.engine.admission.num_in_flight == 0
 
     assert server.call(lambda: next_delta(stream)).token_ids == [5, 2]
@@ -96,7 +97,7 @@ def test_a_client_that_does_not_read_is_sent_fewer_and_larger_chunks(own_server)
         connection.connect(connection_address(own_server))
         connection.sendall(request(stream=True, max_tokens=6000))
         own_server.script.see("Submit")
-        own_server.call(own_server.engine.drained)
+        own_server.call(own_server.engine.idle.wait)
         received = b""
         while b"[DONE]" not in received:
             received += connection.recv(1_000_000)
@@ -109,7 +110,9 @@ def test_leaving_while_the_body_is_sent_is_no_error_of_ours(server, background, 
     logged: Queue[str] = Queue()
     caplog.set_level("INFO", logger="app.access")
     handler = logging.Handler()
-    handler.emit = lambda record: logged.put(record.getMessage()) if request_id.get() == "early-leaver" else None
+    handler.emit = lambda record: (
+        logged.put(record.getMessage()) if served_request.get({}).get("request_id") == "early-leaver" else None
+    )
     logging.getLogger("app.access").addHandler(handler)
     with socket.create_connection(connection_address(server)) as connection:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: early-leaver\r\nContent-Length: 99\r\n"
@@ -129,7 +132,7 @@ def test_a_connection_that_closes_under_the_answer_is_no_error_of_ours(caplog):
             raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
 
     scope = {"type": "http", "method": "GET", "path": "/live", "headers": []}
-    asyncio.run(RequestIds(application)(scope, None, send))
+    asyncio.run(RequestIds(application, Metrics())(scope, None, send))
     assert "Traceback" not in caplog.text
 
 
@@ -204,10 +207,10 @@ def test_who_has_no_answer_yet_when_the_server_goes_down_gets_one(begun):
     scope = {"type": "http", "method": "GET", "path": "/live", "headers": []}
     if begun:
         with pytest.raises(asyncio.CancelledError):
-            asyncio.run(RequestIds(application)(scope, None, send))
+            asyncio.run(RequestIds(application, Metrics())(scope, None, send))
         assert [message["type"] for message in sent] == ["http.response.start"]
     else:
-        asyncio.run(RequestIds(application)(scope, None, send))
+        asyncio.run(RequestIds(application, Metrics())(scope, None, send))
         assert sent[0]["status"] == 503 and b"retry-after" in dict(sent[0]["headers"])
         assert b'"code":"engine_draining"' in sent[1]["body"]
 

@@ -46,7 +46,7 @@ def test_for_the_drain_delay_ready_says_503_and_requests_are_taken(script, model
     with Process(script, model_folder, settings=f"drain_delay={10 * PATIENCE}") as process:
         url = process.ready()
         process.popen.send_signal(signal.SIGTERM)
-        process.read_until("leaving: ")
+        process.read_until("stopping: SIGTERM, draining ")
         ready = httpx.get(f"{url}/ready", timeout=PATIENCE)
         assert ready.status_code == 503 and ready.json() == {"status": "draining"} and "retry-after" in ready.headers
         assert httpx.get(f"{url}/health", timeout=PATIENCE).status_code == 200
@@ -56,7 +56,7 @@ def test_for_the_drain_delay_ready_says_503_and_requests_are_taken(script, model
         assert answer.headers["connection"] == "close"
         process.popen.send_signal(signal.SIGTERM)
         assert process.wait() == 1
-        assert "stopping" not in "".join(process.lines())
+        assert "running requests get" not in "".join(process.lines())
 
 
 @pytest.mark.parametrize("delay", [0, 0.5])
@@ -66,7 +66,7 @@ def test_after_the_drain_delay_the_server_finishes_what_runs_and_exits_0(script,
         running = background.submit(lambda: httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE))
         request_id = script.see("Submit")["request_id"]
         process.popen.send_signal(signal.SIGTERM)
-        for word in ("leaving: ", "stopping") if delay else ("stopping",):
+        for word in ("draining 0.5 s", "1 running requests get") if delay else ("1 running requests get",):
             process.read_until(word)
         assert httpx.get(f"{url}/ready", timeout=PATIENCE).json()["status"] == "draining"
         assert httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE).status_code == 503
@@ -77,7 +77,7 @@ def test_after_the_drain_delay_the_server_finishes_what_runs_and_exits_0(script,
 
 def test_the_log_says_where_a_server_on_all_addresses_can_be_reached(script, model_folder):
     with Process(script, model_folder, settings="host='0.0.0.0'") as process:
-        line = process.read_until("listening on")
+        line = process.read_until("starting on")
         assert re.search(r" on http://127\.0\.0\.1:\d+ and on every other address$", line), line
 
 

@@ -64,7 +64,7 @@ class Replica:
     def leave(self) -> None:
         """Send SIGTERM, after which /ready says 503."""
         self.process.popen.send_signal(signal.SIGTERM)
-        self.process.read_until("leaving: ")
+        self.process.read_until("draining")
 
     def stop(self) -> int:
         """End the drain delay and return the exit code. Requests that the server refused go to `refused`."""

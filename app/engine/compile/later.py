@@ -53,10 +53,10 @@ class Compiling:
         if self._thread.is_alive():
             return False
         if self._compiled is None:
-            logger.warning("forwards run by operators, because they could not be compiled: %s", self._reason)
+            logger.warning("no faster code, because it could not be compiled: %s", self._reason)
         else:
             take_up(self._runner, self._compiled)
-            logger.info("forwards are compiled from here on, after %.0f s", time.monotonic() - self._started)
+            logger.info("faster code is in use from here on, after %.0f s", time.monotonic() - self._started)
         self._on_end()
         return True
 
@@ -76,7 +76,7 @@ class Compiling:
             if (free := _free_bytes(self._runner)) < _NEEDED_BYTES:
                 self._reason = f"{free >> 20} MiB are free after KV, and it takes {_NEEDED_BYTES >> 20} MiB"
                 return
-            logger.info("forwards run by operators, while a process of low priority compiles them")
+            logger.info("serving now; faster code is being compiled in the background, about 2 minutes")
             with subprocess.Popen(self._command, stdin=pipe, stdout=null, stderr=pipe, process_group=0) as process:
                 self._process = process
                 assert process.stdin is not None and process.stderr is not None

@@ -39,7 +39,7 @@ def is_compiled(config: EngineConfig, backend: Backend, shape: DecoderConfig, dt
     if reason and config.compile is True:
         raise UnsupportedError(f"--compile: {reason}")
     if reason:
-        logger.info("forwards run by operators, because --compile has an obstacle: %s", reason)
+        logger.info("not compiled: %s", reason)
     return not reason
 
 

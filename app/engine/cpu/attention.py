@@ -1,5 +1,4 @@
-"""Attention over paged K and V by operators of our own: what is written there (rotate.cpp), and what is read from it
-where it lies (attention.cpp)."""
+"""Attention over paged K and V by operators of our own: rotate.cpp writes them, attention.cpp reads them in place."""
 
 import torch
 from torch import Tensor

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from app.engine.checkpoint.shapes import DecoderConfig
-from app.engine.cpu import attention, linear
+from app.engine.cpu import attention, library, linear
 from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv, ProjectedRows, Rotation
 from app.engine.device.torch import TorchBackend
 
@@ -57,7 +57,7 @@ class CpuBackend(TorchBackend):
         if dtype != torch.bfloat16:
             return super().why_not(dtype)
         if layer_numbers is not None and layer_numbers < _SMALL_LAYER:
-            return "its layers are so small that it would gain no speed"
+            return "it would not be faster for layers this small"
         return linear.why_not_bfloat16()
 
     def check(self, decoder: DecoderConfig, block_size: int, page_size: int, dtype: torch.dtype) -> None:
@@ -66,13 +66,17 @@ class CpuBackend(TorchBackend):
             logger.warning("--dtype float16 is slow on a CPU; float32 is quicker, and takes twice the memory")
         self._dtype = dtype
 
+    def make_operators(self, on_progress: Callable[[int, int], None]) -> None:
+        library.on_source.set(on_progress)
+        linear.own(self._dtype)
+
     def tune(self) -> None:
         """Time products of few rows, and leave to PyTorch what it computes faster, with the threads it will have."""
         with self.step(linear.ALL_ROWS):
             found = linear.tune(self._packed)
         self._few_rows = min([self._few_rows, *found.values()])
         limits = [f"{name} {'always' if n == linear.ALL_ROWS else f'up to {n} rows'}" for name, n in found.items()]
-        logger.info("products by our operator: %s", "; ".join(limits) or "none")
+        logger.debug("products by our operator: %s", "; ".join(limits) or "none")
 
     def pack_weight(self, *parts: Tensor) -> Tensor:
         """Return the weight row by row, like it is stored, if this package's own products are here.

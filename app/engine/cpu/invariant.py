@@ -97,9 +97,8 @@ class InvariantCpuBackend(TorchBackend):
 
 def in_blocks(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Return `run` of x [T, ...], made for ROWS rows at a time."""
-    num_rows = len(x)
     blocks = [*x.contiguous().split(ROWS)]
-    if missing := -num_rows % ROWS:
+    if missing := -len(x) % ROWS:
         blocks[-1] = torch.cat((blocks[-1], x.new_zeros(missing, *x.shape[1:])))
     done = [run(block) for block in blocks]
-    return (done[0] if len(done) == 1 else torch.cat(done))[:num_rows]
+    return (done[0] if len(done) == 1 else torch.cat(done))[: len(x)]

@@ -6,7 +6,10 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,23 +18,23 @@ from app.engine.cache_folder import cache, work_folder
 
 logger = logging.getLogger(__name__)
 
-_SECONDS = 300
-"""A compilation takes 5 seconds of a processor."""
+on_source: ContextVar[Callable[[int, int], None]] = ContextVar("on_source", default=lambda done, total: None)
+"""Is called with the number of sources that are compiled, and the number of all."""
+_SECONDS = 300  # A source takes 5 seconds of a processor.
 _TORCH = Path(torch.__file__).parent
 _FACTS = (b"model name", b"flags", b"Features", b"CPU part")
-_FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared")
+_FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC")
 
 
-def load_operators(source: Path, *others: Path) -> None:
+def load_operators(*sources: Path) -> None:
     """Register the operators of C++ sources, which are compiled into one library if no start before has kept them.
 
     Raises RuntimeError or OSError if they cannot be made here. Operators of one name are registered once a process.
     """
     if not shutil.which(compiler()):
         raise RuntimeError("there is no g++")
-    sources = (source, *others)
     with cache("libraries") as folder:
-        library = folder / f"{source.stem}-{_digest(sources)}.so"
+        library = folder / f"{sources[0].stem}-{_digest(sources)}.so"
         try:
             _check(library)
             os.utime(library)  # the last use counts
@@ -68,18 +71,26 @@ def _digest(sources: Sequence[Path]) -> str:
 
 
 def _compile(sources: Sequence[Path], library: Path) -> None:
-    """Compile to another name first, so no other process sees half a library. Raises RuntimeError."""
-    logger.info("compiling %s for this processor, which takes a few seconds once", sources[0].name)
-    with work_folder(library.parent) as work:
-        unfinished, link = Path(work) / library.name, (f"-L{_TORCH / 'lib'}", "-ltorch_cpu")
-        command = [compiler(), *_FLAGS, f"-I{_TORCH / 'include'}", *map(str, sources), "-o", str(unfinished), *link]
-        environment = os.environ | {"TMPDIR": work}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, env=environment)
-        if done.returncode:
-            raise RuntimeError(f"{compiler()} cannot compile it: {done.stderr.strip()[-500:]}")
+    """Compile the sources concurrently, and link to another name first, so no other process sees half a library."""
+    report, flags = on_source.get(), (*_FLAGS, f"-I{_TORCH / 'include'}", "-c")
+    report(0, len(sources))
+    with work_folder(library.parent) as work, ThreadPoolExecutor() as threads:
+        for done, _ in enumerate(threads.map(partial(_run, work), [(*flags, str(source)) for source in sources]), 1):
+            report(done, len(sources))
+        objects = (f"{source.stem}.o" for source in sources)
+        _run(work, ("-shared", *objects, "-o", library.name, f"-L{_TORCH / 'lib'}", "-ltorch_cpu"))
+        unfinished = Path(work) / library.name
         unfinished.write_bytes(sealed(unfinished.read_bytes()))
         unfinished.chmod(0o700)
         unfinished.replace(library)
+
+
+def _run(work: str, arguments: Sequence[str]) -> None:
+    """Run the compiler in the folder `work`. Raises RuntimeError."""
+    env = os.environ | {"TMPDIR": work}
+    done = subprocess.run([compiler(), *arguments], capture_output=True, text=True, cwd=work, env=env, timeout=_SECONDS)
+    if done.returncode:
+        raise RuntimeError(f"{compiler()} cannot compile it: {done.stderr.strip()[-500:]}")
 
 
 def sealed(code: bytes) -> bytes:

@@ -105,8 +105,7 @@ def tune(weights: Iterable[tuple[torch.Size, torch.dtype]]) -> dict[str, int]:
 @cache
 @torch.inference_mode()
 def _most_rows(multiply: Multiply, out: int, size: int, dtype: torch.dtype, threads: int) -> int:
-    """Return, and set, the rows up to which the operator is as fast as PyTorch's. If it is at all _TRIED_ROWS, it
-    computes more rows too."""
+    """Return, and set, the rows up to which the operator is as fast as PyTorch's, ALL_ROWS if at all _TRIED_ROWS."""
     tried = max(1, min(out, _TRIED_NUMBERS // size))
     limit = partial(torch.ops.dflash_server.set_most_rows, is_float32=dtype == torch.float32)
     limit(tried, size, rows=_TRIED_ROWS[-1])

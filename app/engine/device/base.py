@@ -313,6 +313,10 @@ class Backend(ABC):
         """Return logits [R, V] of hidden states [R, H], in fp32 if the device can, else in the engine's dtype."""
         return self.linear(hidden, lm_head)
 
+    def make_operators(self, on_progress: Callable[[int, int], None]) -> None:
+        """Compile the device's own operators if that is still to be done, and report how many sources are."""
+        return
+
     def tune(self) -> None:
         """Time the products of the packed weights in other ways, and use the quickest."""
         return

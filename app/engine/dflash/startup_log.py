@@ -1,6 +1,7 @@
 """What is reported of a draft, at startup and in /server_info."""
 
 import logging
+import re
 
 import torch
 
@@ -9,8 +10,19 @@ from app.engine.checkpoint.shapes import DFlashConfig
 logger = logging.getLogger(__name__)
 
 
-def log_draft(draft: DFlashConfig, dtype: torch.dtype, max_model_len: int) -> None:
-    """Log what was read of the draft's config.json, and what will make few drafts right."""
+_TRAINED_FOR = (
+    (r"Qwen3-[48]B-DFlash|dflash_qwen3_(4|8|14)b", "without", "false"),
+    (r"Qwen3\.[568]-.*DFlash", "with", "true"),
+)
+"""Names of published drafts, and whether they were trained on answers with thinking (docs/drafts.md)."""
+
+
+def log_draft(draft: DFlashConfig, dtype: torch.dtype, max_model_len: int, name: str = "") -> None:
+    """Log what was read of the draft's config.json, and what will make few drafts right. `name` is its folder."""
+    for pattern, mode, value in _TRAINED_FOR:
+        if re.search(pattern, name):
+            text = "draft: trained on answers %s thinking, so it is quickest with `enable_thinking` %s"
+            logger.info(text, mode, value)
     for warning in draft.warnings:
         logger.warning("draft: %s", warning)
     if dtype == torch.float16:
@@ -18,7 +30,7 @@ def log_draft(draft: DFlashConfig, dtype: torch.dtype, max_model_len: int) -> No
     if (limit := draft.decoder.max_position_embeddings) < max_model_len:
         text = "draft: its config.json allows %d positions, and --max-model-len is %d: few drafts beyond are right"
         logger.warning(text, limit, max_model_len)
-    logger.info("draft: %s", ", ".join(f"{name} {value}" for name, value in report(draft).items()))
+    logger.debug("draft: %s", ", ".join(f"{name} {value}" for name, value in report(draft).items()))
 
 
 def report(draft: DFlashConfig) -> dict[str, str]:

@@ -45,8 +45,8 @@ from app.engine.step.runner import ModelRunner, Tell
 from app.messages import Request
 
 Progress = Callable[[str, int, int], None]
-"""Called with (stage, done, total): stage "target" and "draft" in bytes, "graphs" in graphs, "compile" in
-functions, "warm-up" in steps, "timing steps" in seconds."""
+"""Called with (stage, done, total): stage "compiling for this CPU, once" in sources, "target" and "draft" in bytes,
+"graphs" in graphs, "compile" in functions, "warm-up" in steps, "timing steps" in seconds."""
 
 
 class Rank(NamedTuple):
@@ -96,7 +96,7 @@ def build_engine(
     with _explained(config, rank=0) as backend:
         runner, plan = _load(config, backend, on_progress, open_weights, join)
         if plan.draft:
-            log_draft(plan.draft, plan.dtype, plan.sizes.max_model_len)
+            log_draft(plan.draft, plan.dtype, plan.sizes.max_model_len, str(config.draft))
         return _warm(runner, plan, on_progress)
 
 
@@ -124,6 +124,7 @@ def _load(
     config: EngineConfig, backend: Backend, on_progress: Progress, open_weights: OpenWeights, join: Join
 ) -> tuple[ModelRunner, Plan]:
     """Return a runner over its KV memory, which no step has used yet, and its settled plan."""
+    backend.make_operators(partial(on_progress, "compiling for this CPU, once"))
     plan = make_plan(config, read_checkpoints(config), backend)
     comm, tell = join(backend)
     assert comm.size == config.tensor_parallel_size

@@ -112,12 +112,11 @@ def dtype_of(config: EngineConfig, target: DecoderConfig, backend: Backend) -> t
     reason = "--compile is for float32" if wants_float32 else backend.why_not(own, 2 * inner * target.hidden_size)
     if reason:
         half = f"; --dtype {name_of(own)} takes half the memory" if is_narrow else ""
-        chosen = name_of(default), name_of(own)
-        logger.info("dtype: %s, and not the checkpoint's %s, because %s%s", *chosen, reason, half)
+        logger.info("dtype %s, not the checkpoint's %s: %s%s", name_of(default), name_of(own), reason, half)
         return default
     if is_narrow:
         exact = "takes twice the memory, and leaves texts with drafts equal but for margins below 1e-4"
-        logger.info("dtype: %s, like the checkpoint; --dtype %s %s", name_of(own), name_of(default), exact)
+        logger.info("dtype %s, like the checkpoint; --dtype %s %s", name_of(own), name_of(default), exact)
     return own
 
 

@@ -201,7 +201,7 @@ class Scheduler:
 
     def max_drafts(self, seq: Sequence, num_in_flight: int = 0) -> int:
         """Return how many drafts may be verified: no row is past the tokens that the request may still emit."""
-        return min(self.block_size, seq.num_remaining - num_in_flight) - 1 if seq.request.speculate else 0
+        return int(min(seq.request.max_drafts, self.block_size - 1, seq.num_remaining - num_in_flight - 1))
 
     def max_length(self, seq: Sequence) -> int:
         """Return how many tokens a sequence owns pages for. KV of a whole block lies past the last token."""

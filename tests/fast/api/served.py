@@ -248,7 +248,7 @@ class Server:
     def settle(self) -> None:
         """Let every message in flight arrive, and drop it. Requests from then on wait for `emit`."""
         self.script.by_hand()
-        self.call(self.engine.drained)
+        self.call(self.engine.idle.wait)
         self.call(self.engine.flush_cache)
         self.script.see("FlushCache")  # It is behind every earlier command.
         until(lambda: not self.engine.admission.num_unacknowledged)  # Its reply is behind every earlier reply.

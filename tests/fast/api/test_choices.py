@@ -219,3 +219,12 @@ def test_choices_that_end_differently_each_say_how(server, background):
     server.script.emit(second, [5, 5, 5])
     server.script.emit(first, [5, 2])
     assert [choice.finish_reason for choice in running.result().choices] == ["stop", "length"]
+
+
+@pytest.mark.parametrize(("sent", "asked"), [(None, True), (True, True), (False, False), (0, 0), (1, 1), (4, 4)])
+def test_speculate_says_whether_to_draft_or_the_most_drafts_of_a_step(server, background, sent, asked):
+    running = background.submit(lambda: server.http.post(TEXT[0], json=TEXT[1] | {"speculate": sent}))
+    (submit,) = submits(server, 1)
+    assert submit["speculate"] is asked if isinstance(asked, bool) else submit["speculate"] == asked
+    server.script.emit(submit["request_id"], [2])
+    assert running.result().status_code == 200

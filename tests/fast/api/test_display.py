@@ -5,9 +5,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from app.api.display import ready_table, stage_line, state_line
+from app.api.display import ready_table, state_line
 from app.messages import EngineInfo
-from app.wire import LoadProgress
 
 
 def engine(**states: int) -> EngineInfo:
@@ -15,18 +14,21 @@ def engine(**states: int) -> EngineInfo:
     return EngineInfo("t", None, "cpu", "float32", 1, [], **sizes, vocab_size=97, **states)
 
 
-def test_the_line_of_timing_says_how_many_seconds_are_left() -> None:
-    assert stage_line(LoadProgress("timing steps", 3, 10)) == "timing steps, at most 7 s left"
-    assert stage_line(LoadProgress("target", 3, 10)) == "target"
-
-
 @pytest.mark.parametrize("state_bytes", [0, 663 << 20])
 def test_the_table_tells_of_recurrent_state_and_of_the_cache_that_is_missing(state_bytes: int) -> None:
     shown = Console(file=StringIO(), width=200)
-    shown.print(ready_table(engine(state_bytes=state_bytes)))
+    shown.print(ready_table(engine(state_bytes=state_bytes), "http://h:1", "tiny"))
     text = shown.file.getvalue()  # type: ignore[attr-defined]
     assert ("663 MiB of recurrent state for 32 requests" in text) == bool(state_bytes)
     assert ("no prefix cache" in text) == bool(state_bytes)
+
+
+def test_the_box_says_where_the_page_and_the_api_are_and_what_is_served() -> None:
+    shown = Console(file=StringIO(), width=200)
+    shown.print(ready_table(engine(), "http://h:1", "tiny"))
+    rows = {line.split()[1]: line.split()[3] for line in shown.file.getvalue().splitlines() if "│" in line}  # type: ignore[attr-defined]
+    assert (rows["page"], rows["base_url"], rows["model"]) == ("http://h:1/", "http://h:1/v1", "tiny,")
+    assert (rows["draft"], rows["context"]) == ("none:", "64")
 
 
 def test_the_line_of_recurrent_state_tells_of_the_checkpoints() -> None:

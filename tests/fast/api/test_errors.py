@@ -60,7 +60,8 @@ def test_a_body_that_is_no_json_object_is_a_400(server, content):
         ({"messages": [{"role": "user", "content": "hi"}] * 4097}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "", "x": 1}]}]}, "messages.0.content.0.x"),
         ({"ignore_eos": "yes"}, "ignore_eos"),
-        ({"speculate": 1}, "speculate"),
+        ({"speculate": -1}, "speculate"),
+        ({"speculate": 1.5}, "speculate"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"more": 1}}, "stream_options.more"),
@@ -257,3 +258,9 @@ def test_the_same_key_in_two_objects_is_fine(server):
     server.script.plan([2])
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": 'role": "user", "role": "b'}]
     assert server.http.post("/v1/chat/completions", json=CHAT | {"messages": messages}).status_code == 200
+
+
+def test_who_asks_from_another_origin_is_told_the_flag(server):
+    asked = server.http.options("/v1/chat/completions", headers={"Origin": "http://a", "X": "y"})
+    assert "--allowed-origins" in error_of(asked, 405)["message"]
+    assert "--allowed-origins" not in error_of(server.http.get("/v1/chat/completions"), 405)["message"]

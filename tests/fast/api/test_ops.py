@@ -1,6 +1,7 @@
 """Probes and metrics."""
 
 import json
+import time
 
 import pytest
 
@@ -11,11 +12,14 @@ ASK = {"model": "tiny", "prompt": "hi"}
 
 def test_while_loading_ready_is_503_with_progress_and_requests_are_refused(own_server):
     own_server.script.see("started")
-    own_server.script.order("progress", stage="target", done=40, total=100)
+    own_server.script.order("progress", stage="target", done=40, total=100, started=time.monotonic() - 3)
     own_server.until(lambda state: state.progress is not None)
     ready = own_server.http.get("/ready")
     assert ready.status_code == 503 and int(ready.headers["retry-after"]) > 0
-    assert ready.json() == {"status": "loading", "progress": {"stage": "target", "done": 40, "total": 100}}
+    assert ready.json() == {
+        "status": "loading",
+        "progress": {"stage": "target", "seconds": 3, "done": 40, "total": 100},
+    }
     assert own_server.http.get("/live").status_code == 200
     assert own_server.http.get("/health").status_code == 503
     refused = own_server.http.post("/v1/completions", json=ASK)

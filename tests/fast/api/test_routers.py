@@ -72,7 +72,7 @@ def test_llm_d_and_production_stack_read_load_and_cache_by_vllms_names():
 def test_each_sample_under_vllms_prefix_has_its_labels_and_none_under_ours():
     for prefix, wanted in (("vllm:", {"model_name": "org/tiny", "engine": "0"}), ("dflash:", {})):
         families = list(text_string_to_metric_families(scrape(prefix)))
-        samples = [sample for family in families for sample in family.samples]
+        samples = [sample for family in families for sample in family.samples if family.name.startswith(prefix)]
         assert len(samples) > 50
         for sample in samples:
             assert {key: value for key, value in sample.labels.items() if key in ("model_name", "engine")} == wanted

@@ -12,7 +12,7 @@ def flat_request(
     max_tokens: int,
     *,
     stop_token_ids: Collection[int] = (),
-    speculate: bool = True,
+    speculate: bool | int = True,
     cache_salt: str = "",
     **sampling: Any,
 ) -> Request:

@@ -173,9 +173,9 @@ class Case:
     """`chunked` leaves prefill so few rows that prompts are cut; `preempted` leaves pages for one long sequence.
 
     `temperature` None gives the requests 0, 0.7 and 1.0 in turn, `sampling` the filters and penalties of its kind.
-    `speculation` "half" lets every other request draft, and "off" loads no draft. `path` is one of PATHS. With `cached`
-    there is a prefix cache, and every request comes twice in a row. The second then shares the pages of the first,
-    which may still run.
+    `speculation` "half" lets every other request draft, "capped" lets them have 1, 2 or 3 drafts a step, and "off"
+    loads no draft. `path` is one of PATHS. With `cached` there is a prefix cache, and every request comes twice in a
+    row. The second then shares the pages of the first, which may still run.
     """
 
     concurrency: int = 1
@@ -233,7 +233,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "block_size": (2, 4, 8, 16),
     "temperature": (*TEMPERATURES, None),
     "sampling": SAMPLINGS,
-    "speculation": ("on", "half", "off"),
+    "speculation": ("on", "half", "capped", "off"),
     "path": tuple(PATHS),
     "cached": (False, True),
 }
@@ -372,7 +372,7 @@ class Subject:
                 max_tokens=prompt.max_tokens,
                 temperature=case.temperature_of(index),
                 seed=self.seed(index),
-                speculate=case.speculation == "on" or index % 2 == 0,
+                speculate=index % 3 + 1 if case.speculation == "capped" else case.speculation == "on" or index % 2 == 0,
                 **vars(self.sampling(case.sampling, index)) | {"stop_token_ids": prompt.stop_token_ids},
             )
             for index, prompt in enumerate(self.prompts)

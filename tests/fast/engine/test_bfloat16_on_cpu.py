@@ -55,7 +55,7 @@ def test_a_checkpoint_stays_in_bfloat16_where_the_processor_multiplies_it_and_th
     with caplog.at_level(logging.INFO):
         assert chosen("bfloat16") == "bfloat16"
     (told,) = caplog.messages
-    assert "dtype: bfloat16, like the checkpoint" in told and "--dtype float32" in told and "twice the memory" in told
+    assert "dtype bfloat16, like the checkpoint" in told and "--dtype float32" in told and "twice the memory" in told
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_without_one_of_the_facts_it_becomes_float32_and_the_log_says_why(monkey
         assert chosen("bfloat16") == "float32"
         assert chosen("bfloat16", dtype="bfloat16") == "bfloat16", "what was asked for is taken"
     (told,) = caplog.messages
-    assert "dtype: float32, and not the checkpoint's bfloat16" in told and reason in told
+    assert "dtype float32, not the checkpoint's bfloat16: " in told and reason in told
     assert "--dtype bfloat16 takes half the memory" in told
 
 
@@ -93,7 +93,7 @@ def test_a_small_target_gains_nothing_and_becomes_float32_like_the_demo_with_its
     facts(monkeypatch)
     with caplog.at_level(logging.INFO):
         assert [chosen("bfloat16", hidden_size=size) for size in (192, 361, 363)] == ["float32"] * 2 + ["bfloat16"]
-    assert "its layers are so small" in caplog.messages[0]
+    assert "layers this small" in caplog.messages[0]
     demo = target_config(read_config(DEMO / "target"))
     assert dtype_of(EngineConfig(DEMO / "target", **UNTIMED), demo, CpuBackend(CPU)) == torch.float32
 

@@ -74,7 +74,7 @@ def test_a_process_that_fails_costs_one_line_and_the_engine_goes_on(command, sai
     with compiling(command, told=told) as found, caplog.at_level(logging.WARNING):
         ended(found)
     (line,) = caplog.messages
-    assert said in line and line.startswith("forwards run by operators") and told == ["end"]
+    assert said in line and line.startswith("no faster code") and told == ["end"]
 
 
 def test_what_was_compiled_is_taken_up_by_the_thread_that_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_no_process_is_started_where_memory_would_run_out(beside_kv: int, caplog
     with caplog.at_level(logging.INFO):
         ended(Compiling(runner_of((8 << 30) + beside_kv), "{}", lambda: None, [sys.executable, "-c", "exit(3)"]))
     *told, line = caplog.messages
-    assert told == ["forwards run by operators, while a process of low priority compiles them"] * (beside_kv >> 31)
+    assert told == ["serving now; faster code is being compiled in the background, about 2 minutes"] * (beside_kv >> 31)
     assert ("exit code 3" if beside_kv >> 31 else "1024 MiB are free after KV, and it takes 1536 MiB") in line
 
 

@@ -179,7 +179,7 @@ def test_small_numbers_count_and_a_tie_is_rounded_to_even(dtype):
 def test_without_a_compiler_weights_lie_in_columns_and_products_are_pytorchs(monkeypatch, caplog):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(linear, "_operator", linear._operator.__wrapped__)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         backend, weight = CpuBackend(CPU), drawn(6, 8, dtype=torch.float32)
         packed = backend.pack_weight(weight)
         backend.tune()
@@ -194,7 +194,7 @@ def test_rows_are_timed_for_each_weight_and_logged(caplog):
     backend = CpuBackend(CPU)
     backend.pack_weight(drawn(1024, 1024, dtype=torch.float32))
     backend.pack_weight(drawn(24, 32, dtype=torch.bfloat16))
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         backend.tune()
     (line,) = [message for message in caplog.messages if message.startswith("products by our operator: ")]
     limit = r"(always|up to \d+ rows)"
@@ -247,7 +247,7 @@ def made(monkeypatch, tmp_path):
     compiled: list[Path] = []
     loader = Loader()
 
-    def compile_it(source: Path, to: Path) -> None:
+    def compile_it(source: tuple[Path, ...], to: Path) -> None:
         compiled.append(to)
         to.write_bytes(library.sealed(b"whole"))
 

@@ -200,11 +200,11 @@ def ready(parent: Parent, pair: Pair, stderr: Any = subprocess.DEVNULL, **settin
 @pytest.mark.exhaustive
 def test_the_log_of_an_engine_has_the_draft_that_was_read_in_the_form_that_was_asked_for(parent, pair, tmp_path):
     with (tmp_path / "log").open("w+b") as stderr:
-        with ready(parent, pair, stderr, max_model_len=64, verify="full", log_format="json"):
+        with ready(parent, pair, stderr, max_model_len=64, verify="full", log_format="json", log_level="debug"):
             pass
         lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     (line,) = [line for line in lines if line["message"].startswith("draft: layers 2, masks ")]
-    assert (line["level"], line["logger"]) == ("INFO", "app.engine.dflash.startup_log")
+    assert (line["level"], line["logger"]) == ("DEBUG", "app.engine.dflash.startup_log")
 
 
 @pytest.mark.exhaustive

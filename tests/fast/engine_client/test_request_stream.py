@@ -1,10 +1,13 @@
 import asyncio
+import time
 
 import pytest
 
 from app.engine_client.request_stream import RequestStream
 from app.messages import SpecStep, TokenDelta
 from app.metrics import Metrics
+
+PHASES = ("queue", "prefill", "decode")
 
 
 @pytest.fixture
@@ -62,3 +65,30 @@ def test_several_streams_set_one_event_and_what_came_before_is_not_lost(stream):
 
     ended = TokenDelta("s", [2], [], finish_reason="stop")
     assert asyncio.run(read()) == [TokenDelta("r", [1], []), None, None, ended, None]
+
+
+def test_the_phases_of_a_request_are_observed_when_it_ends():
+    metrics = Metrics()
+
+    async def read():
+        stream = RequestStream("r", lambda _: None, metrics, arrived=time.monotonic() - 100)
+        stream.timeline.begin(stream.timeline.arrived + 60)
+        stream.put(TokenDelta("r", [1, 2], []))
+        stream.put(TokenDelta("r", [3], [], finish_reason="stop"))
+        stream.close()
+
+    asyncio.run(read())
+    found = dict(line.split(" ") for line in metrics.render().decode().splitlines() if not line.startswith("#"))
+    queue, prefill, decode = (float(found[f"dflash:request_{name}_time_seconds_sum"]) for name in PHASES)
+    assert queue == 60 and 40 <= prefill < 100 and 0 <= decode < 60
+    assert float(found["dflash:request_generation_tokens_sum"]) == 3
+
+
+def test_phases_that_a_request_did_not_reach_are_not_observed():
+    metrics = Metrics()
+
+    async def read():
+        RequestStream("r", lambda _: None, metrics, arrived=0.0).close()
+
+    asyncio.run(read())
+    assert all(f"dflash:request_{name}_time_seconds_count 0.0" in metrics.render().decode() for name in PHASES)

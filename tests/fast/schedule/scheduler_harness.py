@@ -125,7 +125,7 @@ class Harness:
         max_tokens: int,
         *,
         stop: Collection[int] = (),
-        speculate: bool = True,
+        speculate: bool | int = True,
         seed: int = 0,
         begins: Collection[int] = (),
         salt: str = "",
@@ -326,7 +326,7 @@ class Harness:
         assert decoding == [rows.seq for rows in batch.decodes], "a decoding sequence was passed over"
         for rows in batch.decodes:
             seq = rows.seq
-            width = min(self.block_size, seq.num_remaining) if seq.request.speculate else 1
+            width = min(seq.request.max_drafts + 1, self.block_size, seq.num_remaining)
             assert rows == ScheduledSequence(seq, seq.num_tokens - 1, width, needs_logits=True, num_drafts=width - 1)
         for rows in batch.prefills:
             assert rows.count >= 1 and rows.num_drafts == 0

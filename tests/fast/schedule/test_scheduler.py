@@ -138,6 +138,14 @@ def test_a_step_never_verifies_more_than_may_still_be_emitted(max_tokens):
     assert max(widths, default=1) == min(4, max(1, max_tokens - 1))
 
 
+@pytest.mark.parametrize(("asked", "rows"), [(0, 1), (1, 2), (2, 3), (3, 4), (9, 4), (True, 4)])
+def test_a_request_may_cap_the_drafts_of_a_step(asked, rows):
+    harness = Harness(block_size=4)
+    harness.add(3, 20, speculate=asked)
+    harness.step()
+    assert [rows.count for rows in harness.step()[0].decodes] == [rows]
+
+
 def test_a_request_that_wants_no_speculation_and_a_target_alone_run_one_row():
     plain, alone = Harness(block_size=4), Harness(block_size=1)
     plain.add(3, 6, speculate=False), alone.add(3, 6)
