@@ -8,7 +8,7 @@ from app.config.settings import Config
 from app.engine_client.kv_events import KvEventPublisher
 
 
-def test_with_its_port_taken_a_server_opens_no_socket_of_events(model_folder, monkeypatch, capsys):
+def test_with_its_port_taken_a_server_opens_no_socket_of_events(model_folder, monkeypatch, caplog):
     bound = []
     monkeypatch.setattr(KvEventPublisher, "bind", bound.append)
     monkeypatch.setattr(process.log, "set_up", lambda *_: None)
@@ -16,19 +16,19 @@ def test_with_its_port_taken_a_server_opens_no_socket_of_events(model_folder, mo
         port = taken.getsockname()[1]
         config = Config(model="tiny", port=port, kv_events_config={"enable_kv_cache_events": True})
         assert process.run(config, model_folder, None) == 1
-    assert "cannot listen on" in capsys.readouterr().err
+    assert "cannot listen on" in caplog.text
     assert not bound
 
 
-def test_an_address_of_events_that_is_taken_is_one_line(model_folder, monkeypatch, capsys):
+def test_an_address_of_events_that_is_taken_is_one_line(model_folder, monkeypatch, caplog):
     monkeypatch.setattr(process.log, "set_up", lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         events = {"enable_kv_cache_events": True, "endpoint": f"tcp://127.0.0.1:{taken.getsockname()[1]}"}
         assert process.run(Config(model="tiny", port=0, kv_events_config=events), model_folder, None) == 1
-    assert "--kv-events-config: an endpoint cannot be bound" in capsys.readouterr().err
+    assert "--kv-events-config: an endpoint cannot be bound" in caplog.text
 
 
-def test_a_limit_of_open_files_that_no_start_survives_is_one_line(model_folder, monkeypatch, capsys):
+def test_a_limit_of_open_files_that_no_start_survives_is_one_line(model_folder, monkeypatch, caplog):
     monkeypatch.setattr(process.log, "set_up", lambda *_: None)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (127, hard))
@@ -36,4 +36,4 @@ def test_a_limit_of_open_files_that_no_start_survives_is_one_line(model_folder, 
         assert process.run(Config(model="tiny", port=0), model_folder, None, ["false"]) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert "error: only 127 files may be open: the server needs 128" in capsys.readouterr().err
+    assert "only 127 files may be open: the server needs 128" in caplog.text
