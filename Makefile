@@ -147,8 +147,7 @@ $(STAMP): pyproject.toml
 	@$(or $(PYTHON),false) -c '$(RECENT)' || { echo \
 	  'Python >= 3.11 is needed; make PYTHON=/path/to/python3.12 names one.' >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install $(TORCH)
-	$(BIN)/python -m pip install --editable '.[tools]'
+	$(BIN)/python -m pip install --no-compile $(TORCH) --editable '.[tools]'
 	@touch $@
 
 $(DEV_STAMP): $(STAMP)

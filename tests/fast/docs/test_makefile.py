@@ -9,7 +9,7 @@ import pytest
 from tests import ROOT
 from tests.costs import fast_ones
 
-SERVING, TESTS = "pip install --editable '.[tools]'", "pip install --editable '.[dev]'"
+SERVING, TESTS = "--editable '.[tools]'", "pip install --editable '.[dev]'"
 
 pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="there is no make here")
 
