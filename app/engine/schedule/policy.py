@@ -185,8 +185,7 @@ class Policy:
             self._shorten()
         self._surprise = [_MEMORY * old - log(new) for old, new in zip(self._surprise, likelihood, strict=True)]
         self._ends *= _MEMORY
-        self._ends[0, kind, tried] += 1
-        self._ends[1, kind, accepted] += 1
+        self._ends[(0, 1), kind, (tried, accepted)] += 1
         history.tried = _OWN_MEMORY * history.tried + tried
         history.accepted = _OWN_MEMORY * history.accepted + accepted
         history.expected = _OWN_MEMORY * history.expected + self._expected[kind][tried]
@@ -213,8 +212,8 @@ class Policy:
 
     def _trust(self) -> Floats:
         """Return the shares `[W]` of the `_OWN_PRIOR_DRAFTS` in an estimate."""
-        weights = np.exp(_TRUST * (min(self._surprise) - np.array(self._surprise)))
-        return np.asarray(weights / weights.sum())
+        weights: Floats = np.exp(_TRUST * (min(self._surprise) - np.array(self._surprise)))
+        return weights / weights.sum()
 
     def _kind(self, history: History) -> int:
         """Return 1 if the next block follows a drafted one or is a block's length into the answer, else 0."""
