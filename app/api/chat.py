@@ -29,10 +29,10 @@ async def render_chat(request: Request) -> Response:
 
 async def converse(received: Received[ChatCompletionRequest]) -> Choices:
     """Submit a conversation. Raises ApiError 400, Busy or EngineUnavailable."""
-    body = received.body
+    body, info, default = received.body, received.info, received.services.tokenizer.max_new_tokens
     with received.acquire() as permits:
-        prompt = await prompts.render_and_encode(received.services, body, received.info)
+        prompt = await prompts.render_and_encode(received.services, body, info)
         limit = body.max_completion_tokens or body.max_tokens
         limit_param = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
-        budget = token_budget("messages", len(prompt.token_ids), limit, None, received.info.max_model_len, limit_param)
+        budget = token_budget("messages", len(prompt.token_ids), limit, default, info.max_model_len, limit_param)
         return submit(received, [prompt], [budget], permits)

@@ -44,7 +44,7 @@ class Tokenizer:
     """Tokenizer of the target in `folder`. Safe to use from several threads.
 
     `max_id` is the highest id that it can make. `model_vocab_size`, `model_type` and `architectures` are
-    those of config.json, if it has them.
+    those of config.json, and `max_new_tokens` is that of generation_config.json, if they have them.
     The constructor raises ConfigError, which names the file at fault.
     """
 
@@ -79,6 +79,7 @@ class Tokenizer:
         self.model_type = config.get("model_type")
         self.architectures = config.get("architectures")
         self.defaults = _defaults(generation_path, generation)
+        self.max_new_tokens = most if type(most := generation.get("max_new_tokens")) is int and most > 0 else None
         self.chat_template = ChatTemplate.load(folder, settings, special)
 
     def encode(self, text: str, max_tokens: int | None = None, *, add_special_tokens: bool = True) -> list[int]:

@@ -43,6 +43,7 @@ def save_target(target: Target, tokenizer: Tokenizer, folder: Path) -> None:
     special = {"bos_token_id": None, "eos_token_id": ends[0], "pad_token_id": ends[1]}
     config = {"architectures": ["Qwen3ForCausalLM"], **qwen3_config(shape, shape.layers), **special}
     generation = {"do_sample": False, "temperature": 0.0, "eos_token_id": ends, "pad_token_id": ends[1]}
+    generation["max_new_tokens"] = 256  # a model of this size may else write on to the end of its context
     _write(folder / "config.json", config)
     _write(folder / "generation_config.json", generation)
     _save(target, folder)

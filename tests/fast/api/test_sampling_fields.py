@@ -222,6 +222,15 @@ def test_greedy_decoding_keeps_the_models_own_repetition_penalty_alone(recommend
     assert sampling | {"seed": 0} == NEUTRAL | {"seed": 0, "temperature": 0.0, "repetition_penalty": 1.05}
 
 
+@pytest.mark.parametrize(("fields", "budget"), [({}, 7), ({"max_tokens": 9}, 9), ({"max_completion_tokens": 3}, 3)])
+def test_a_chat_without_max_tokens_has_the_models_max_new_tokens(model_folder, tmp_path, fields, budget):
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": 7, "eos_token_id": 2}))
+    with serving_ready(folder) as server:
+        server.script.plan([2])
+        assert submitted(server, CHAT[0], CHAT[1] | fields)["max_tokens"] == budget
+
+
 @ENDPOINTS
 @pytest.mark.parametrize("salt", ["", LONGEST + "x", 5, ["a"], True])
 def test_a_cache_salt_is_a_text_that_is_not_empty_and_not_long(server, path, base, salt):
