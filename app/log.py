@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any, Literal
+from urllib.parse import quote
 
 request: ContextVar[dict[str, Any]] = ContextVar("request")
 """What is known of the request that the current task serves: its `request_id`, and what else its access line says."""
@@ -40,9 +41,10 @@ class _Json(logging.Formatter):
 
 def set_up(level: str, style: Literal["text", "json"], secrets: Iterable[str] = ()) -> None:
     """Send every logger's lines of `level` ("info", "WARNING", ...) and above to stderr, without `secrets`."""
-    spelt = {form for secret in secrets for form in (secret, json.dumps(secret, ensure_ascii=False)[1:-1])}
+    ways = str, lambda key: quote(key, safe="/:,"), lambda key: json.dumps(key, ensure_ascii=False)[1:-1]
+    spelt = {spell(secret) for secret in secrets for spell in ways}
     longest_first = sorted(map(re.escape, spelt), key=len, reverse=True)
-    secret = re.compile("|".join([*longest_first, r"(?i:(?<=bearer )[^\s\"']+)"]))
+    secret = re.compile("|".join([*longest_first, r"(?i:(?:(?<=bearer )|(?<=bearer%20))[^\s\"']+)"]))
     over_bar = "\r\x1b[2K" if sys.stderr.isatty() else ""  # a line takes the place of a progress bar, which moves down
     text = _Text(f"{over_bar}%(asctime)s %(levelname)s %(name)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S%z")
     formatter = _Json() if style == "json" else text

@@ -99,7 +99,7 @@ def _parse_json(body: bytes) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        key = clip(Counter(key for key, _ in pairs).most_common(1)[0][0])
+        key = clip(Counter(key for key, _ in pairs).most_common(1)[0][0].encode(errors="replace").decode())
         raise bad_request(f"`{key}` appears twice in the same object. Send it once.", key)
     return fields
 

@@ -37,9 +37,9 @@ class PeerFlag(NamedTuple):
 
     def nargs(self, name: str) -> int | str | None:
         """Return the number of values of one of the flags, in argparse's terms."""
-        if self.kind in ("same", "block", "only"):
-            return None
-        return "?" if self.kind == "refused" or f"{name}=" in self.flags.split() else 0
+        if self.kind == "refused":
+            return "?"
+        return None if self.kind in ("same", "block", "only") or f"{name}=" in self.flags.split() else 0
 
     def fault(self, name: str, value: Any) -> str:
         """Return why a value given by one of the names is refused, or ""."""

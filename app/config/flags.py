@@ -56,7 +56,7 @@ def _dashed(argument: str) -> str:
 
 def _with_value(arguments: Sequence[str]) -> list[str]:
     """Return `--compile=on` for a bare `--compile`. The next word may be the MODEL if it is not one of its values."""
-    bare = {flag_name(name) for name in THREE_WAYS}
+    bare = {"-fa", "--flash-attn", *map(flag_name, THREE_WAYS)}
     return [
         f"{argument}=on" if argument in bare and following not in ("on", "off", "auto") else argument
         for argument, following in zip(arguments, [*arguments[1:], ""], strict=False)

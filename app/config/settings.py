@@ -148,7 +148,7 @@ class Config(BaseModel):
     log_prompts: bool = setting(LOGS, False, "log prompts")
     metrics_prefix: MetricsPrefix = setting(LOGS, "dflash:", "prefix of metric names; `vllm:` for vLLM's dashboards")
     otlp_traces_endpoint: Url | None = setting(
-        LOGS, None, "OpenTelemetry collector of a span for each request, such as http://host:4317", metavar="URL"
+        LOGS, None, "OpenTelemetry collector of a span for each request: http://host:4317", metavar="URL", repr=False
     )
 
     @classmethod

@@ -74,17 +74,18 @@ def test_lines_below_the_level_are_not_written(capsys):
 
 @pytest.mark.parametrize("style", ["text", "json"])
 def test_no_key_is_written_wherever_it_stands(capsys, style):
-    log.set_up("info", style, ["s3cret-key", 'a"quoted\\key', "s3cret-key-and-more"])
+    log.set_up("info", style, ["s3cret-key", 'a"quoted\\key', "s3cret-key-and-more", "base64+ends=="])
     logger = logging.getLogger("app.x")
     logger.info("given s3cret-key-and-more and %s", 'a"quoted\\key')
     logger.info("headers %s", {"Authorization": "Bearer nobody-knows-this-one"})
     logger.info("authorization: bEaReR nor-this")
+    logger.info("path /v1/base64%2Bends%3D%3D token=Bearer%20nor-that")
     try:
         raise ValueError("s3cret-key is wrong")
     except ValueError:
         logger.exception("refused")
     written = capsys.readouterr().err
-    for secret in ("s3cret", "and-more", "quoted", "nobody", "nor-this"):
+    for secret in ("s3cret", "and-more", "quoted", "nobody", "nor-this", "base64", "nor-that"):
         assert secret not in written
     assert written.count("[redacted]") >= 5
     assert style == "text" or [json.loads(line) for line in written.splitlines()]

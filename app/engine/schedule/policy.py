@@ -226,8 +226,7 @@ class Policy:
         of_kinds = curves[[self._kind(history) for history in histories]]
         own = np.array([(history.tried, history.accepted, history.expected) for history in histories]).reshape(-1, 3)
         chances = shifted(of_kinds, own, mean, _OWN_PRIOR_DRAFTS[:, None, None]).swapaxes(0, 1)
-        # Sequences near their end draft on although they gain little, because slow ones keep others waiting.
-        may_draft = np.array([limit > 0 for _, limit in wanted], dtype=bool).reshape(-1, 1)
+        may_draft = np.arange(self.block_size - 1) < np.array([limit for _, limit in wanted]).reshape(-1, 1)
         chosen = best_widths((self._trust() @ chances).cumprod(axis=1) * may_draft, costs)
         rows = np.pad(chances.cumprod(axis=2), ((0, 0), (0, 0), (1, 0)), constant_values=1.0).tolist()
         for history, row, drafts in zip(histories, rows, chosen, strict=True):

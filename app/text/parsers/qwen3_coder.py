@@ -17,6 +17,7 @@ _NAMED = r"<(?:function|parameter)=[^<>\n]{1,256}"
 _BEGUN = re.compile(rf"(?:{FUNCTION}|{PARAMETER}|{_NAMED})\Z")
 _PYTHON: Json = {"True": True, "False": False, "None": None}
 """Values as some templates write them, and models after them."""
+_MOST_PARTS = 1000  # of a schema that are looked at for its types
 _KINDS = {bool: "boolean", int: "integer number", float: "number", str: "", list: "array", dict: "object"}
 
 
@@ -105,7 +106,7 @@ def json_of(text: str, schema: Any, key: str) -> str:
             written = json.dumps(value, ensure_ascii=False, allow_nan=False)
             written.encode()  # Raises UnicodeEncodeError for half a surrogate pair.
             if "string" not in types or types & {*_KINDS.get(type(value), "null").split()}:
-                return written
+                return written if text in _PYTHON else text.strip()
         except (ValueError, RecursionError):
             pass
     return json.dumps(text, ensure_ascii=False)
@@ -113,17 +114,21 @@ def json_of(text: str, schema: Any, key: str) -> str:
 
 def _types(schema: Any, root: Json) -> set[str]:
     """Return the names of the types in all alternatives of a schema, whose definitions are in `root`."""
-    definitions = _object(root.get("definitions")) | _object(root.get("$defs"))
+    definitions = [_object(root.get(name)) for name in ("definitions", "$defs")]
     types: set[str] = set()
+    followed: set[str] = set()
     waiting = [schema]
-    while waiting:
+    for _ in range(_MOST_PARTS):
         one = _object(waiting.pop())
         types |= {name for name in _list(one.get("type")) if isinstance(name, str)}
         for alternatives in ("anyOf", "oneOf", "allOf"):
-            waiting += _list(one.get(alternatives, []))
+            waiting += _list(one.get(alternatives, []))[:_MOST_PARTS]
         # A definition is followed once, because it may name itself.
-        if definition := definitions.pop(str(one.get("$ref")).rpartition("/")[2], None):
-            waiting.append(definition)
+        if (name := str(one.get("$ref")).rpartition("/")[2]) not in followed:
+            followed.add(name)
+            waiting += [some[name] for some in definitions if name in some]
+        if not waiting:
+            break
     return types
 
 

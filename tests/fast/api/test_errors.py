@@ -246,6 +246,7 @@ def test_a_bug_of_ours_is_a_500_in_the_same_shape_with_the_request_id(server, mo
             "include_usage",
         ),
         ('{"prompt": "a", "metadata": [{"deep": [{"k": 1, "": 2, "k": 3}]}]}', "k"),
+        ('{"\\ud800": 1, "\\ud800": 2}', "?"),
     ],
 )
 def test_a_key_that_stands_twice_is_refused_by_name(server, body, key):

@@ -214,9 +214,18 @@ def test_a_command_of_dflashs_own_readme_starts_as_it_stands(command: str, size:
     assert len(config.notes) == (1 if command == VLLMS else 4)
 
 
+@pytest.mark.parametrize("flag", ["-fa", "--flash-attn"])
+def test_llama_servers_switch_of_flash_attention_takes_no_model(flag: str) -> None:
+    assert typed(f"{flag} MODEL").model == typed(f"{flag} on MODEL").model == "MODEL"
+
+
+def test_a_flag_that_is_taken_needs_its_value() -> None:
+    assert "expected one argument" in str(refusal("MODEL", "--attention-backend"))
+
+
 @pytest.mark.parametrize("peer", PEER_FLAGS, ids=lambda peer: peer.names[0])
 def test_a_flag_of_another_project_takes_the_values_that_it_has_there_and_no_model(peer: PeerFlag) -> None:
-    value = {"only": peer.means.upper().split()[0] if peer.means else "", "block": "8", "taken": "x"}
+    value = {"only": peer.means.upper().split()[0] if peer.means else "", "block": "8", "taken": "on"}
     ours = {"memory_utilization": "0.5", "speculative_config": "{}", "draft_enforce_eager": "true"}
     for name in peer.names:
         given = value.get(peer.kind) or ours.get(peer.field, "1")

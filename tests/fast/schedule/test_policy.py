@@ -394,6 +394,14 @@ def test_a_decision_about_many_sequences_holds_although_some_disappoint_at_every
     assert policy.num_decisions <= 55
 
 
+def test_a_cap_on_a_requests_drafts_narrows_its_blocks() -> None:
+    policy = Policy(BLOCK, planted("cpu"))
+    for _ in range(20):
+        chosen = policy.choose([("a", 2)])
+        policy.record_acceptance("a", chosen.drafts[0], chosen.drafts[0])
+    assert chosen.drafts == [2] and chosen.block == 3
+
+
 def test_an_outcome_may_come_after_a_later_decision_or_after_the_end() -> None:
     """Where steps overlap the next decision is there before the outcome, without those that are about to end."""
     policy = Policy(BLOCK, planted("accelerator"))
@@ -528,10 +536,10 @@ def test_a_fixed_width_holds_without_costs(width: int | None, expected: list[int
     assert Policy(BLOCK, None, width).choose([("a", 15), ("b", 2)]) == (expected, width or BLOCK)
 
 
-def test_blocks_are_as_wide_as_was_decided_though_a_sequence_is_at_its_end() -> None:
+def test_blocks_are_as_wide_as_the_widest_decision() -> None:
     policy = Policy(BLOCK, planted("flat"))
     assert policy.choose([("a", 15), ("b", 2)]) == ([15, 2], BLOCK)
-    assert policy.choose([("b", 2)]) == ([2], BLOCK)
+    assert policy.choose([("b", 2)]) == ([2], 3)
     assert Policy(BLOCK, None, 4).choose([]).block == 4 and Policy(BLOCK).choose([]).block == BLOCK
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.text.parsers import FORMATS, OutputParser, Parsed, ToolCall, format_for
+from app.text.parsers import FORMATS, OutputParser, Parsed, ToolCall, format_for, qwen3_coder
 from app.text.parsers.qwen3_coder import FORMAT, Qwen3CoderCalls
 from app.text.parsers.reasoning import ReasoningParser
 from tests.fast.text.pieces import cut
@@ -141,6 +141,22 @@ def test_a_call_may_follow_what_was_none():
 )
 def test_a_text_is_taken_as_it_is_between_its_line_breaks(text):
     assert arguments(written(text=text, count="3")) == [{"text": text, "count": 3}]
+
+
+@pytest.mark.parametrize("number", ["0.12345678901234567890", "1.10", "12345678901234567890123"])
+def test_a_number_keeps_its_digits(number):
+    (call,) = parse([written(share=number)]).tool_calls
+    assert call.arguments == f'{{"share": {number}}}'
+
+
+def test_of_a_schema_without_end_a_part_is_looked_at(monkeypatch):
+    looked = []
+    monkeypatch.setattr(
+        qwen3_coder, "_object", lambda value: looked.append(1) or (value if isinstance(value, dict) else {})
+    )
+    schema = {"properties": {"a": {"anyOf": [{"anyOf": [{"type": "integer"}] * 100}] * 100_000}}}
+    assert qwen3_coder.json_of("1", schema, "a") == "1"
+    assert len(looked) < 2000
 
 
 @pytest.mark.parametrize(
