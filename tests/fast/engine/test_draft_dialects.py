@@ -147,7 +147,7 @@ def test_a_speculators_drafts_own_key_wins_over_the_copied_one(tmp_path):
 
 def test_the_report_of_a_draft_has_all_that_was_read(tmp_path, caplog):
     pair = DIALECTS["speculators"].make(tmp_path)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         found = report(engine_of(pair).draft)
     assert found["masks"] == f"1 causal, window {WINDOW}; 1 bidirectional"
     assert (found["layers"], found["taps"], found["vocabulary"]) == ("2", "0,1,2 of 32", "32 of 97")
