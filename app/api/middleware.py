@@ -96,7 +96,7 @@ class RequestIds:
             await answer(scope, receive, send_with_id)
         finally:
             self._metrics.count("http_responses", label=str(status or 500))
-            _log(scope, status, time.monotonic() - started, noted)
+            _log(scope, status or 500, time.monotonic() - started, noted)
 
 
 def _log(scope: Scope, status: int, seconds: float, noted: Mapping[str, Any]) -> None:

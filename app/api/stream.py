@@ -178,7 +178,7 @@ class Choices:
         """Abort the choices that still run. Idempotent."""
         for choice in self._choices:
             choice.deltas.close()
-        counts = {name: self.usage(False)[name] for name in ("prompt_tokens", "completion_tokens")}
+        counts = {name: n for name, n in self.usage(False).items() if name in ("prompt_tokens", "completion_tokens")}
         log.request.get({}).update(**counts, finish_reason=",".join(line.outcome for line in self.timelines))
         on_close, self.on_close = self.on_close, None
         if on_close is not None:

@@ -66,14 +66,15 @@ SPECULATIVE_CONFIG = {
 }
 """Key of vLLM's `--speculative-config` -> our setting. The method must be dflash."""
 
-_BLOCK = "the block with its anchor row: 16 here is --num-speculative-tokens 15"
-_ONE_HOST = "only 1, because a model is on one host; run replicas behind a router"
+_PARALLEL = "--pipeline-parallel-size --pp --pp-size -pp --data-parallel-size --dp --dp-size -dp --nnodes"
 _ATTENTION = "--attention-backend= --prefill-attention-backend= --decode-attention-backend= --flash-attn= -fa="
 _DEVICE = f"{_ATTENTION} --speculative-draft-attention-backend= --sampling-backend= --mamba-scheduler-strategy="
 _CHUNKED = "--enable-chunked-prefill --no-enable-chunked-prefill --enable-mixed-chunk --chunked-prefill-size="
 _ALWAYS = "--async-scheduling --disable-overlap-schedule --schedule-policy= --stream-interval= --api-server-count= -cb"
 _NEVER = "--disable-custom-all-reduce --swap-space= --max-seq-len-to-capture= --additional-config= --mlock --no-mmap"
 _REQUESTS = "--disable-log-requests --no-enable-log-requests --enable-log-requests --log-requests"
+_COMPILE = "--compilation-config= --compilation-config.level= --compilation-config.mode= -O= -O0 -O1 -O2 -O3"
+_GRAMMAR = "--structured-outputs-config= --structured-outputs-config.backend= --grammar-backend="
 _CONFIG = "--hf-overrides --json-model-override-args --rope-scaling --rope-theta"
 
 PEER_FLAGS = (
@@ -84,8 +85,12 @@ PEER_FLAGS = (
     PeerFlag("--speculative-config.num-speculative-tokens", "same", "num_speculative_tokens"),
     PeerFlag("--speculative-config.enforce-eager", "same", "draft_enforce_eager"),
     PeerFlag("--speculative-config.draft-tensor-parallel-size", "same", "draft_tensor_parallel_size"),
-    PeerFlag("--speculative-num-draft-tokens", "block", "num_speculative_tokens", _BLOCK),
-    PeerFlag("--speculative-dflash-block-size", "block", "num_speculative_tokens", _BLOCK),
+    PeerFlag(
+        "--speculative-num-draft-tokens --speculative-dflash-block-size",
+        "block",
+        "num_speculative_tokens",
+        "the block with its anchor row: 16 here is --num-speculative-tokens 15",
+    ),
     PeerFlag("--speculative-num-steps --speculative-eagle-topk", "only", "1", "a block is drafted in one pass"),
     PeerFlag("-sc", "same", "speculative_config"),
     PeerFlag("--gpu-memory-utilization", "same", "memory_utilization"),
@@ -100,8 +105,7 @@ PEER_FLAGS = (
     PeerFlag("--tp --tp-size -tp", "same", "tensor_parallel_size"),
     PeerFlag("--enable-prefix-caching", "on", "prefix_caching", "the default"),
     PeerFlag("--no-enable-prefix-caching --disable-radix-cache", "off", "prefix_caching"),
-    PeerFlag("--pipeline-parallel-size --pp --pp-size -pp", "only", "1", _ONE_HOST),
-    PeerFlag("--data-parallel-size --dp --dp-size -dp --nnodes", "only", "1", _ONE_HOST),
+    PeerFlag(_PARALLEL, "only", "1", "only 1, because a model is on one host; run replicas behind a router"),
     PeerFlag("--distributed-executor-backend", "only", "mp", "the engine starts its own ranks, like mp"),
     PeerFlag("--kv-cache-dtype -ctk -ctv", "only", "auto", "KV pages have the dtype of --dtype"),
     PeerFlag("--generation-config --load-format --tokenizer-mode", "only", "auto", "the checkpoint decides; give auto"),
@@ -109,22 +113,14 @@ PEER_FLAGS = (
     PeerFlag("--task --runner", "only", "auto generate", "this server generates text; give generate"),
     PeerFlag(_DEVICE, "taken", note="the device decides"),
     PeerFlag("--n-gpu-layers= --gpu-layers= -ngl=", "taken", note="every layer is on --device"),
-    PeerFlag(
-        "--compilation-config= --compilation-config.level= --compilation-config.mode= -O= -O0 -O1 -O2 -O3",
-        "taken",
-        note="see --compile and --enforce-eager",
-    ),
+    PeerFlag(_COMPILE, "taken", note="see --compile and --enforce-eager"),
     PeerFlag("--enable-torch-compile --cuda-graph-max-bs=", "taken", note="see --compile and --max-graphs"),
     PeerFlag(f"{_CHUNKED} --max-prefill-tokens= -b= -ub=", "taken", note="steps have --max-num-batched-tokens"),
     PeerFlag(f"{_ALWAYS} {_NEVER}", "taken", note="there is no such choice here"),
     PeerFlag("--trust-remote-code", "taken", note="no code of a checkpoint is ever run"),
     PeerFlag("--enable-auto-tool-choice --enable-reasoning --jinja", "taken", note="the chat template decides"),
     PeerFlag("--limit-mm-per-prompt= --language-model-only", "taken", note="images are never read"),
-    PeerFlag(
-        "--structured-outputs-config= --structured-outputs-config.backend= --grammar-backend=",
-        "taken",
-        note="output is not held to grammars",
-    ),
+    PeerFlag(_GRAMMAR, "taken", note="output is not held to grammars"),
     PeerFlag(f"{_REQUESTS} --uvicorn-log-level=", "taken", note="see --log-level and --log-prompts"),
     PeerFlag("--disable-log-stats --enable-metrics --metrics --enable-cache-report", "taken", note="see GET /metrics"),
     PeerFlag("--timeout= -to=", "taken", note="see --request-timeout"),

@@ -171,8 +171,8 @@ def serve(link: Link, engine: Engine, compiling: Compiling | None = None) -> Non
                     return
         if core.has_work:
             output = core.step()
-            acceptance.add(output.deltas)
             link.send(Stepped(output))
+            acceptance.add(output.deltas)
 
 
 def _idle(link: Link, engine: Engine, *deltas: TokenDelta) -> Stepped:

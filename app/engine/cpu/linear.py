@@ -49,7 +49,7 @@ def why_not_bfloat16() -> str:
     """Return why bfloat16 would be slower here than float32, or "".
 
     Products of prompts are PyTorch's. In bfloat16 they take a fifth of float32's time where the processor multiplies
-    such numbers, and elsewhere 1.1 to 4 times it (docs/performance.md). ARM's instructions were not measured.
+    such numbers, and elsewhere 1.1 to 4 times it. ARM's instructions were not measured.
     """
     if b"avx512_bf16" not in processor():
         return "this processor has no avx512_bf16, so prompts would be slower"
