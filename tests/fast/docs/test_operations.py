@@ -58,14 +58,21 @@ def test_every_flag_and_metric_that_is_named_exists() -> None:
         assert name in metrics, name
 
 
-def test_the_table_of_metrics_is_the_codes_own() -> None:
-    rows = [row.split(" | ") for row in PAGE.partition("| metric | type |")[2].partition("\n\n")[0].splitlines()[2:]]
-    told = {(name, kind, meaning.removesuffix(" |")) for name, kind, _, meaning in rows}
-    own = set()
-    for name, kind, meaning, labels in TABLE:
-        shown = name + ("_total" if kind == "counter" else "") + (f"{{{','.join(labels)}}}" if labels else "")
-        own.add((f"| `{shown}`", kind, meaning))
-    assert told == own
+def test_the_lists_of_metrics_are_the_codes_own() -> None:
+    titles = {
+        "gauge": "Gauges",
+        "counter": "Counters",
+        "seconds": "Histograms of seconds",
+        "tokens": "Histograms of tokens",
+    }
+    for kind, title in titles.items():
+        own = []
+        for name, _, meaning, labels in (metric for metric in TABLE if metric.kind == kind):
+            shown = name + ("_total" if kind == "counter" else "") + (f"{{{','.join(labels)}}}" if labels else "")
+            own.append(f"- `{shown}`: {meaning}")
+        listed = PAGE.partition(f"\n{title}:\n\n")[2].partition("\n\n")[0].replace("`*: ", "`: ")
+        assert listed.splitlines() == own
+    assert {metric.kind for metric in TABLE} == titles.keys()
 
 
 def test_queries_and_formulas_of_capacity_are_the_servers() -> None:
