@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-BEING_COMPILED = "by operators, and being compiled"
 MIN_TEMPERATURE = 1e-5
 """A request below it is greedy, because the noise is lost in the rounding of logits / T."""
 
@@ -160,7 +159,6 @@ class EngineInfo:
 
     Without a draft `draft` is None, `block_size` is 1, and `taps` and `draft_config` (what its config.json says) are
     empty. Only a hybrid target has state: `state_cache_bytes` are for `num_state_checkpoints` of the prefix cache.
-    `forwards` run "by operators", are BEING_COMPILED, or are "compiled".
     """
 
     target: str
@@ -180,4 +178,3 @@ class EngineInfo:
     state_cache_bytes: int = 0
     num_state_checkpoints: int = 0
     tensor_parallel_size: int = 1
-    forwards: str = "by operators"

@@ -1,14 +1,11 @@
 """Settings of all tests: Hypothesis draws the same examples everywhere, without a time limit, and costs are guarded."""
 
 import contextlib
-import os
 import sys
 
 import pytest
 
 from tests.costs import cost, pytest_collection_modifyitems
-
-os.environ.setdefault("DFLASH_COMPILE", "off")  # hundreds of servers would compile, and tests would wait for a core
 
 __all__ = ["cost", "pytest_collection_modifyitems"]
 

@@ -19,7 +19,6 @@ import pytest
 
 FOLDERS = {
     "fast": None,
-    "devices/compile": "compile",
     "devices/cuda": "gpu_interp",
     "devices/npu": "npu",
     "server": "server",

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PLUG_INS = ("engine/cpu", "engine/cuda", "engine/npu", "engine/compile")
+PLUG_INS = ("engine/cpu", "engine/cuda", "engine/npu")
 OFF_THE_PATH: tuple[str, ...] = (
     *("engine/sampling", "engine/device", "engine/load", "engine/faults.py", "engine/schedule/overlap.py"),
     *("engine/step/graphs.py", "engine/schedule/policy.py", "engine/schedule/costs.py"),

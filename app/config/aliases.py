@@ -73,7 +73,8 @@ _CHUNKED = "--enable-chunked-prefill --no-enable-chunked-prefill --enable-mixed-
 _ALWAYS = "--async-scheduling --disable-overlap-schedule --schedule-policy= --stream-interval= --api-server-count= -cb"
 _NEVER = "--disable-custom-all-reduce --swap-space= --max-seq-len-to-capture= --additional-config= --mlock --no-mmap"
 _REQUESTS = "--disable-log-requests --no-enable-log-requests --enable-log-requests --log-requests"
-_COMPILE = "--compilation-config= --compilation-config.level= --compilation-config.mode= -O= -O0 -O1 -O2 -O3"
+_LEVELS = "--compilation-config= --compilation-config.level= --compilation-config.mode= -O= -O0 -O1 -O2 -O3"
+_COMPILE = f"{_LEVELS} --compile= --no-compile --enable-torch-compile"
 _GRAMMAR = "--structured-outputs-config= --structured-outputs-config.backend= --grammar-backend="
 _CONFIG = "--hf-overrides --json-model-override-args --rope-scaling --rope-theta"
 
@@ -113,8 +114,8 @@ PEER_FLAGS = (
     PeerFlag("--task --runner", "only", "auto generate", "this server generates text; give generate"),
     PeerFlag(_DEVICE, "taken", note="the device decides"),
     PeerFlag("--n-gpu-layers= --gpu-layers= -ngl=", "taken", note="every layer is on --device"),
-    PeerFlag(_COMPILE, "taken", note="see --compile and --enforce-eager"),
-    PeerFlag("--enable-torch-compile --cuda-graph-max-bs=", "taken", note="see --compile and --max-graphs"),
+    PeerFlag(_COMPILE, "taken", note="nothing is compiled by PyTorch; see --enforce-eager"),
+    PeerFlag("--cuda-graph-max-bs=", "taken", note="see --max-graphs"),
     PeerFlag(f"{_CHUNKED} --max-prefill-tokens= -b= -ub=", "taken", note="steps have --max-num-batched-tokens"),
     PeerFlag(f"{_ALWAYS} {_NEVER}", "taken", note="there is no such choice here"),
     PeerFlag("--trust-remote-code", "taken", note="no code of a checkpoint is ever run"),

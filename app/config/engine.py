@@ -59,11 +59,6 @@ class EngineConfig:
     )
     prefix_caching: bool = _setting(ENGINE, True, "reuse the KV pages of prompts that begin alike")
     enforce_eager: bool | None = _setting(ENGINE, None, "run without graphs")
-    compile: bool | Literal["auto"] = _setting(
-        ENGINE,
-        "auto",
-        "on | off | auto: on a CPU, compile with g++ before the first request, never, or in the background",
-    )
     max_graphs: int = _setting(
         ENGINE, 48, "most graphs to capture; a step that fits none exactly is padded to the next larger one", gt=0
     )

@@ -12,8 +12,6 @@ from app.config.settings import env_name, flag_name, no_flag_name
 from app.config.sources import SETTINGS, GivenSetting
 
 GROUPS = (MODEL, SPECULATION, ENGINE, CHAT, SERVER, LOGS)
-THREE_WAYS = {"compile"}
-"""Settings that are on, off or automatic. The bare flag is on."""
 
 
 def parse_flags(arguments: Sequence[str]) -> list[GivenSetting]:
@@ -55,8 +53,8 @@ def _dashed(argument: str) -> str:
 
 
 def _with_value(arguments: Sequence[str]) -> list[str]:
-    """Return `--compile=on` for a bare `--compile`. The next word may be the MODEL if it is not one of its values."""
-    bare = {"-fa", "--flash-attn", *map(flag_name, THREE_WAYS)}
+    """Return `-fa=on` for a bare `-fa`. The next word may be the MODEL if it is not one of its values."""
+    bare = {"-fa", "--flash-attn", "--compile"}
     return [
         f"{argument}=on" if argument in bare and following not in ("on", "off", "auto") else argument
         for argument, following in zip(arguments, [*arguments[1:], ""], strict=False)
@@ -76,9 +74,6 @@ def _add_setting(group: Any, name: str, field: Any) -> None:
         group.add_argument(nargs="?", metavar="MODEL", **options)
     elif bool in (field.annotation, *get_args(field.annotation)):
         group.add_argument(flag_name(name), no_flag_name(name), nargs=0, **options)
-    elif name in THREE_WAYS:
-        group.add_argument(flag_name(name), metavar="on|off|auto", **options)
-        group.add_argument(no_flag_name(name), nargs=0, **options | {"help": "off"})
     else:
         options["metavar"] = field.json_schema_extra.get("metavar", "VALUE")
         group.add_argument(flag_name(name), nargs="+" if isinstance(default, list) else None, **options)

@@ -23,7 +23,6 @@ from app.config.values import (
     LogLevel,
     MetricsPrefix,
     NumDrafts,
-    OnOffAuto,
     ParserName,
     RootPath,
     Tokens,
@@ -43,7 +42,6 @@ ENGINE_TYPES: dict[str, Any] = {
     "kv_cache_memory": Bytes | None,
     "state_cache_memory": Bytes | None,
     "enforce_eager": YesOrChosen,
-    "compile": OnOffAuto,
     "log_level": LogLevel,
 }
 """Types of the engine's settings whose text is not read as its type says."""

@@ -134,11 +134,6 @@ Device = Annotated[str, require(_DEVICE.fullmatch, "a device is auto, cpu, cuda,
 NumDrafts = Annotated[
     int, require(lambda count: count >= 1, "a block needs at least 1 draft token; --no-speculation decodes plainly")
 ]
-OnOffAuto = Annotated[
-    Literal["on", "off", "auto"],
-    BeforeValidator(lambda value: {"true": "on", "false": "off"}.get(str(value).lower(), value)),
-    AfterValidator(lambda word: {"on": True, "off": False}.get(word, word)),
-]
 YesOrChosen = Annotated[bool | None, AfterValidator(lambda yes: yes or None)]
 """True, or the engine chooses."""
 BlockRows = Annotated[

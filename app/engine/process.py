@@ -1,7 +1,7 @@
 """The engine process: `python -m app.engine.process COMMANDS REPLIES`, started by the API process.
 
 The two addresses are ZeroMQ sockets that the parent has bound. The first line of stdin is an EngineConfig. After it
-stdin stays open, and its end means that the parent is gone. In the engine, only this module, the compiler and the ranks
+stdin stays open, and its end means that the parent is gone. In the engine, only this module and the ranks
 know `app.wire`.
 """
 
@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,6 @@ import zmq
 
 from app import log
 from app.config.engine import EngineConfig
-from app.engine.compile.later import Compiling
 from app.engine.dflash.acceptance import Acceptance
 from app.engine.dflash.startup_log import report
 from app.engine.errors import UnsupportedError, last_words
@@ -27,7 +26,7 @@ from app.engine.host_cores import use_own_cores
 from app.engine.load.engine import Engine, Progress, build_engine
 from app.engine.ranks.leader import Followers
 from app.engine.ranks.parent import leave_with_parent
-from app.messages import BEING_COMPILED, EngineInfo, Request, StepOutput, TokenDelta
+from app.messages import EngineInfo, Request, StepOutput, TokenDelta
 from app.wire import (
     Abort,
     Command,
@@ -46,8 +45,6 @@ from app.wire import (
 logger = logging.getLogger(__name__)
 
 _PROGRESS_INTERVAL_SECONDS = 0.1
-_COMPILED_INTERVAL_MS = 500
-"""Time between looks for compiled code of an engine without work."""
 _FOLLOWER_END_SECONDS = 1.0
 """Time until a process that has ended is noticed. Its end makes collectives of this one fail within 25 ms."""
 
@@ -110,16 +107,10 @@ def main() -> int:
         partial(_end, replies),
         timeout_seconds=config.distributed_timeout_seconds,
     )
-    compiling = None
     try:
         engine = build_engine(config, _progress(link), join=followers.join)
-        info = _info(engine, config)
-        if engine.can_be_compiled:
-            runner, settings = engine.core.runner, encode_config(config)
-            compiling = Compiling(runner, settings, lambda: link.send(Ready(_info(engine, config))))
-            info = replace(info, forwards=BEING_COMPILED)
-        link.send(Ready(info))
-        serve(link, engine, compiling)
+        link.send(Ready(_info(engine, config)))
+        serve(link, engine)
         return 0
     except UnsupportedError as error:
         link.send(Fatal(str(error), user_error=True))
@@ -129,8 +120,6 @@ def main() -> int:
         link.send(Fatal(last_words(error)))
         raise
     finally:
-        if compiling:
-            compiling.close()
         followers.close()
         link.close()
 
@@ -145,13 +134,11 @@ def _end(replies: str, reason: str) -> None:
     os._exit(1)
 
 
-def serve(link: Link, engine: Engine, compiling: Compiling | None = None) -> None:
+def serve(link: Link, engine: Engine) -> None:
     """Take commands, and step while there is work with one reply a step, until Shutdown."""
     core, acceptance = engine.core, Acceptance()
     while True:
-        if compiling and compiling.take_up():
-            compiling = None
-        for command in link.receive(0 if core.has_work else _COMPILED_INTERVAL_MS if compiling else None):
+        for command in link.receive(0 if core.has_work else None):
             match command:
                 case Submit():
                     if refusal := _add(engine, command.request):
@@ -229,7 +216,6 @@ def _info(engine: Engine, config: EngineConfig) -> EngineInfo:
         state_cache_bytes=engine.states.checkpoint_bytes if engine.states else 0,
         num_state_checkpoints=engine.states.num_checkpoints if engine.states else 0,
         tensor_parallel_size=config.tensor_parallel_size,
-        forwards=engine.forwards,
     )
 
 

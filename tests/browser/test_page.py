@@ -393,11 +393,10 @@ def test_the_welcome_names_the_model_its_limits_and_the_other_pages(page, server
 
 
 def test_without_a_draft_the_welcome_says_so_and_examples_are_not_compared(tab, own_server):
-    own_server.ready(draft=None, target="/x/app/demo/checkpoint/target", forwards="by operators, and being compiled")
+    own_server.ready(draft=None, target="/x/app/demo/checkpoint/target")
     tab.open(f"{own_server.url}/")
     tab.until("!document.querySelector('#send').disabled")
     assert "It has no draft" in text(tab, "#about") and "3 million parameters" in text(tab, "#about")
-    assert "speeds will rise" in text(tab, "#compiling") and is_shown(tab, "#compiling")
     check(tab, "#examples button")
     own_server.script.see("Submit")
     assert len(texts(tab, ".answer")) == 1

@@ -2,8 +2,8 @@
 
 `make test-all` runs 16 prompts over a seeded pairwise selection of the settings. Half of the cases use the demo pair,
 and half a random pair whose drafts are accepted now and then. Tests marked `slow` run the other halves, and all cases
-on a pair whose drafts are hardly ever accepted. They also compile all three pairs, and run 200 prompts over another
-selection and other pairs. `python -m tests.proof` runs the most cases. test_compiled.py has a selection of its own.
+on a pair whose drafts are hardly ever accepted. They also run 200 prompts over another
+selection and other pairs. `python -m tests.proof` runs the most cases.
 """
 
 import itertools
@@ -48,8 +48,6 @@ def on_subjects(cases: list[Case]) -> pytest.MarkDecorator:
     """All cases on all subjects, of which every second one on each of the first two is not slow."""
 
     def marks(case: Case, turn: int) -> list[pytest.MarkDecorator]:
-        if case.path == "compiled":
-            return [pytest.mark.slow]
         return [] if turn == 0 else [pytest.mark.slow]
 
     every = [

@@ -18,7 +18,6 @@ import httpx
 
 from app.config.error import ConfigError
 from app.engine_client.child_process import engine_environment
-from app.messages import BEING_COMPILED
 from tools.bench.client import ServerError
 
 VARIANTS = {
@@ -67,7 +66,7 @@ class ServerProcess:
         return self
 
     def wait_until_ready(self, tell: Callable[[str], None]) -> None:
-        """Wait until it is ready, and compiles nothing, and tell the stage.
+        """Wait until it is ready, and tell the stage.
 
         Raises ServerError with the end of the log if the server ends.
         """
@@ -76,12 +75,9 @@ class ServerProcess:
                 with contextlib.suppress(httpx.TransportError):
                     response = http.get(self.ready)
                     if response.status_code == 200:
-                        if BEING_COMPILED not in http.get("/server_info").text:
-                            return
-                        tell(f"starting {self.variant}: compile")
-                    else:
-                        progress = response.json().get("progress")
-                        tell(f"starting {self.variant}: {progress['stage'] if progress else 'loading'}")
+                        return
+                    progress = response.json().get("progress")
+                    tell(f"starting {self.variant}: {progress['stage'] if progress else 'loading'}")
                 time.sleep(_POLL_SECONDS)
         raise ServerError(
             f"the server {self.variant} did not start: {self.last_words()}", f"it was started with {self}"

@@ -110,7 +110,7 @@ def entropy_of(target: Target, ids: Sequence[int], first: int) -> float:
 
 def write_report(folder: Path = CHECKPOINT, count: int = 200, seed: int = 1) -> None:
     """Measure the pair in `folder` on `count` samples a domain, print the table, and put it into the README beside."""
-    engine = build_engine(EngineConfig(folder / "target", folder / "draft", device="cpu", verify="full", compile=False))
+    engine = build_engine(EngineConfig(folder / "target", folder / "draft", device="cpu", verify="full"))
     tokenizer = Tokenizer(folder / "target")
     target = load_target(folder)
     rows = []

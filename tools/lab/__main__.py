@@ -10,7 +10,7 @@ PARTS = {
     "step": "the cost of a decode step and of its parts, against sequences and against context",
     "api": "the cost of the way through HTTP by token, the share of a run's CPU time, and start-up",
     "attention": "a CPU's attention of decode steps, against a plain read of K and V",
-    "cpu": "the engine on a CPU, against Transformers' `generate` and against matrix products by themselves",
+    "cpu": "the engine on a CPU, against Transformers' `generate`",
     "dtypes": "the engine in float32 and in bfloat16 on a CPU, interleaved",
     "linear": "products of few rows on a CPU, against a plain read of their weights",
     "llama_cpp": "llama.cpp's server, built from source, and this one, interleaved over HTTP on a CPU",

@@ -1,7 +1,6 @@
 """The engine on a CPU, by turns against Transformers' `generate`: `python -m tools.lab cpu`.
 
-Whole math requests of the demo pair run in this process. Beside each figure stands its floor: the matrix products of
-one run alone, run one after the other on the same weights.
+Whole math requests of the demo pair run in this process.
 """
 
 import argparse
@@ -15,14 +14,12 @@ import torch
 
 from app.config.error import ConfigError
 from app.engine.checkpoint.files import DEMO
-from app.engine.core import EngineCore
 from app.messages import Request
 from tools.bench.command import out_folder, progress
 from tools.bench.flags import add_out_flag, count
 from tools.bench.paired import Claim, Comparison, rounds
 from tools.bench.table import Row, Table
 from tools.lab import in_process, loads
-from tools.lab.products import Products
 from tools.lab.publish import publish
 from tools.parts import ToolParser
 
@@ -34,10 +31,7 @@ CLAIMS = {
     16: [Claim("full", "plain", 1.8), Claim("auto", "plain", 1.8)],
 }
 """Aims by concurrency."""
-MEANING = (
-    "Medians of rounds by turns. `floor` is the matrix products alone of the same runs, by the engine's operators. A "
-    "ratio is of paired rounds, with its 95 % interval; the verdict is by the ratio itself."
-)
+MEANING = "Medians of rounds by turns. A ratio is of paired rounds, with its 95 % interval, which the verdict ignores."
 
 
 class Transformers:
@@ -70,14 +64,7 @@ class Transformers:
         return tokens / (time.perf_counter() - started)
 
 
-def floor(core: EngineCore, requests: Sequence[Request], concurrency: int) -> float:
-    """Return the tokens per second of the matrix products alone, the best of three runs. The engine is eager."""
-    with Products() as products:
-        tokens = in_process.run(core, requests, concurrency).tokens
-    return tokens / min(products.seconds() for _ in range(3))
-
-
-def rows_of(concurrency: int, comparison: Comparison, floors: dict[str, float]) -> list[Row]:
+def rows_of(concurrency: int, comparison: Comparison) -> list[Row]:
     """Return a row for each way, with the ratios of its claims."""
     rows = []
     for name, speeds in comparison.speeds.items():
@@ -87,7 +74,6 @@ def rows_of(concurrency: int, comparison: Comparison, floors: dict[str, float]) 
                 "concurrency": concurrency,
                 "way": name,
                 "tok/s": f"{median(speeds):.0f}",
-                "floor tok/s": f"{floors[name]:.0f}" if name in floors else "-",
                 "as fast as": "; ".join(f"{r} of {c.against}, aim {c.bound:g}" for r, c in ratios) or "-",
                 "verdict": "; ".join("met" if r.middle >= (c.bound or 0) else "missed" for r, c in ratios) or "-",
             }
@@ -96,11 +82,8 @@ def rows_of(concurrency: int, comparison: Comparison, floors: dict[str, float]) 
 
 
 def compare(options: argparse.Namespace) -> list[Row]:
-    def make(name: str, *, compile: bool) -> EngineCore:
-        return in_process.engine(name, DEMO / "target", DEMO / "draft", max_num_seqs=max(CLAIMS), compile=compile)
-
-    eager = {name: make(name, compile=False) for name in WAYS}
-    engines = {name: make(name, compile=True) for name in WAYS} if options.compile else eager
+    pair, most = (DEMO / "target", DEMO / "draft"), max(CLAIMS)
+    engines = {name: in_process.engine(name, *pair, max_num_seqs=most) for name in WAYS}
     theirs = Transformers(DEMO / "target")
     rows = []
     with progress() as bar:
@@ -116,8 +99,7 @@ def compare(options: argparse.Namespace) -> list[Row]:
                 way()
             for comparison in rounds(ways, claims, max_rounds=options.rounds):  # noqa: B007
                 bar.advance(task)
-            floors = {name: floor(core, requests, concurrency) for name, core in eager.items()}
-            rows += rows_of(concurrency, comparison, floors)
+            rows += rows_of(concurrency, comparison)
     return rows
 
 
@@ -132,7 +114,6 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m tools.lab cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--rounds", type=count, default=6, metavar="N", help="[default: 6]")
-    made.add_argument("--compile", action="store_true", help="like `serve --compile`")
     made.add_argument("--threads", type=count, default=torch.get_num_threads(), metavar="N")
     add_out_flag(made, "cpu.json")
     return made

@@ -44,7 +44,7 @@ class Outcome:
 
 def engine(variant: str, target: Path, draft: Path, **config: Any) -> EngineCore:
     """Return an engine. `variant` is "plain" without a draft, "full", "auto", or "k=N" for N rows of each sequence."""
-    wishes: dict[str, Any] = {"device": "cpu", "kv_cache_memory": KV_BYTES, "prefix_caching": False, "compile": False}
+    wishes: dict[str, Any] = {"device": "cpu", "kv_cache_memory": KV_BYTES, "prefix_caching": False}
     wishes |= config
     if variant != "plain":
         wishes |= {"draft": draft, "verify": int(variant[2:]) if variant.startswith("k=") else variant}

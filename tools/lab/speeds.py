@@ -47,7 +47,6 @@ def random_engine(
             "device": device,
             "prefix_caching": False,
             "verify": "full",
-            "compile": False,
         } | config
         pair = EngineConfig(target, draft_folder if draft else None, **wishes)
         return build_engine(pair, on_progress, open_weights=random_weights.RandomWeights)

@@ -82,17 +82,10 @@ def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     timed = Bench(engine)
     all_series, left_out = fitting(options, timed, drafts=engine.draft is not None)
     shapes = list(dict.fromkeys(shape for series in all_series for shape in series.shapes))
-    products = {}
-    if not timed.is_asynchronous:
-        eager = timed
-        if options.compile:  # compiled code hides its matrix products
-            options.compile = False
-            eager = Bench(load(options)[0])
-        products = {shape: eager.products(shape) for shape in shapes}
     with progress() as bar:
         task = bar.add_task("", total=len(shapes) * (options.rounds + 1))
         tell: Callable[[str], None] = lambda text: bar.update(task, advance=1, description=text)  # noqa: E731
-        found = measure(timed, shapes, options.rounds, tell, products)
+        found = measure(timed, shapes, options.rounds, tell)
     rounds = f"medians of {options.rounds} rounds, each of which ran every shape"
     return publish(
         "step",
@@ -158,7 +151,6 @@ def engine_config(options: argparse.Namespace, target: Path, draft: Path | None)
         max_num_seqs=max(*options.batches, *options.context_batches),
         kv_cache_memory=_kv_memory(options, target, draft) if memory is None else int(memory * 2**30),
         enforce_eager=True if options.enforce_eager else None,
-        compile=options.compile,
         verify="full",
     )
 
@@ -244,13 +236,11 @@ def _meaning(axis: str, is_asynchronous: bool) -> str:
         "`dispatch` is launching until the device has all work, `wait` until its result is read; `device` is a step of "
         "several that are queued, which the device never waits for, or dispatch where that is more."
         if is_asynchronous
-        else "On a CPU the operators are computed as they are launched: `compute` is both, and cannot be told apart. "
-        "Its floor is `products`, the step's matrix products with weights alone, run again one after the other; "
-        "attention's are not among them."
+        else "On a CPU the operators are computed as they are launched: `compute` is both, and cannot be told apart."
     )
     return (
         f"Milliseconds. `+` is what each {more} costs beyond the row before. `build` makes the step's arrays. "
-        f"{computed} `operators` are what a step asks the device for; a function that `--compile` made is none. "
+        f"{computed} `operators` are what a step asks the device for. "
         "`tok/s` is of all sequences together, of whole blocks where the acceptance length is known. "
         "`DFlash / plain` is the ratio of both within rounds."
     )
@@ -270,7 +260,6 @@ def _row(
         "schedule": _ms(measured.middle(lambda split: split.schedule)),
         "build": _ms(measured.middle(lambda split: split.build)),
         computed: _ms(measured.middle(lambda split: split.launch - split.build)),
-        **({} if is_asynchronous else {"products": _ms(median(measured.products))}),
         read: _ms(measured.middle(lambda split: split.read)),
         **({"device": _ms(median(measured.queued))} if is_asynchronous else {}),
         "commit": _ms(measured.middle(lambda split: split.commit)),
@@ -335,7 +324,7 @@ def as_json(found: Found) -> list[Row]:
         {"batch": shape.batch, "context": shape.context, "drafts": shape.drafts}
         | {"operators": measured.operators, "copies": measured.copies}
         | {part: [round(getattr(split, part), 4) for split in measured.splits] for part in (*Split._fields, "total")}
-        | {part: [round(ms, 4) for ms in getattr(measured, part)] for part in ("hosts", "queued", "products")}
+        | {part: [round(ms, 4) for ms in getattr(measured, part)] for part in ("hosts", "queued")}
         for shape, measured in found.items()
     ]
 
@@ -377,7 +366,6 @@ def parser() -> argparse.ArgumentParser:
     about = "sizes that it does not hold are left out [default: like `serve`, on a CPU the sizes' own, at most 4]"
     add("--kv-cache-memory", type=float, metavar="GIB", help=about)
     add("--enforce-eager", action="store_true", help="no graphs")
-    add("--compile", action="store_true", help="like `serve --compile`")
     add = made.add_argument_group("the sizes").add_argument
     add("--batches", type=_sizes, default=[1, 2, 4, 8, 16, 32], metavar="N,N", help="[default: 1,2,4,8,16,32]")
     add("--context", type=_length, default=512, metavar="N", help="of these [default: 512]")

@@ -7,7 +7,7 @@ engine is useless afterwards, because its prefix cache holds pages that were nev
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +21,6 @@ from app.engine.step.inputs import StepInputs
 from app.engine.step.runner import PendingStep
 from app.messages import Request
 from tools.lab.op_count import Launches
-from tools.lab.products import Products
 
 BLOCK_STEPS = 2
 """Timed steps of whole blocks, after one that warms the caches."""
@@ -64,7 +63,7 @@ class Measured:
     """Findings about a shape: `operators` and `copies` of a step, and lists with milliseconds of a step by round.
 
     `splits` are means of the timed steps. `hosts` are scheduling, building and committing without a launch between.
-    `queued` is a step among several queued ones, on a device that runs on. `products` is its matrix products alone.
+    `queued` is a step among several queued ones, on a device that runs on.
     """
 
     operators: int = 0
@@ -72,7 +71,6 @@ class Measured:
     splits: list[Split] = field(default_factory=list)
     hosts: list[float] = field(default_factory=list)
     queued: list[float] = field(default_factory=list)
-    products: list[float] = field(default_factory=list)
 
     @property
     def totals(self) -> list[float]:
@@ -118,15 +116,6 @@ class Bench:
                 for _ in range(shape.timed):
                     self._step(shape)
         return Measured(round(counted.total / shape.timed), round(counted.copies.total() / shape.timed))
-
-    def products(self, shape: Shape) -> Products:
-        """Return the matrix products with weights of the timed steps."""
-        with self._seated(shape):
-            self._step(shape)
-            with Products() as products:
-                for _ in range(shape.timed):
-                    self._step(shape)
-        return products
 
     def time(self, shape: Shape, found: Measured) -> None:
         """Add a round to the findings."""
@@ -242,11 +231,10 @@ def measure(
     shapes: Sequence[Shape],
     rounds: int,
     on_step: Callable[[str], None] = lambda _: None,
-    products: Mapping[Shape, Products] | None = None,
 ) -> dict[Shape, Measured]:
     """Time every shape once in each round, in a random order, because the machine's speed drifts.
 
-    `on_step` is called after each measurement. `products` are run again beside the steps.
+    `on_step` is called after each measurement.
     """
     found = {}
     for shape in shapes:
@@ -258,7 +246,5 @@ def measure(
         order.shuffle(turn)
         for shape in turn:
             bench.time(shape, found[shape])
-            if products:
-                found[shape].products.append(1000 * products[shape].seconds() / shape.timed)
             on_step(f"round {number + 1} of {rounds}")
     return found

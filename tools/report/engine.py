@@ -51,7 +51,6 @@ def demo_engine(device: str, dtype: str = "float32", **config: Any) -> EngineCor
         "max_model_len": 512,
         "kv_cache_memory": 96 << 20,
         "verify": "full",
-        "compile": False,
     }
     pair = EngineConfig(
         DEMO / "target",

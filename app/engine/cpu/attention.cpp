@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "vectors.h"
+#include "work.h"
 
 using namespace dflash_server;
 
@@ -39,18 +40,6 @@ inline Bits broadcast(const void* word) {
 inline Lanes broadcast(float x) { return reinterpret_cast<Lanes>(broadcast(&x)); }
 
 inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
-
-// Return 2^x, x <= 0, by its Taylor series around the next whole number. Below 2^-126 it is 0, and NaN stays NaN.
-inline Lanes exp2(Lanes x) {
-  constexpr float ROUNDING = 3 << 22;  // added, it leaves a number of up to 22 bits in the lowest ones
-  constexpr float TERMS[] = {1.5252734e-5f, 1.5403530e-4f, 1.3333558e-3f, 9.6181291e-3f,
-                             5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f};
-  const Lanes shifted = x + ROUNDING, rest = x - (shifted - ROUNDING);
-  Lanes sum = broadcast(TERMS[0]);
-  for (int i = 1; i < 8; i++) sum = multiply_add(sum, rest, broadcast(TERMS[i]));
-  const Lanes power = reinterpret_cast<Lanes>((reinterpret_cast<Bits>(shifted) + 127) << 23);
-  return x < -126.0f ? Lanes{} : sum * power;
-}
 
 // Exchange the lanes of a that have the bit HALF with those of b that lack it.
 template <int HALF, int... I>
@@ -100,16 +89,15 @@ struct Block {
 };
 
 template <class Kind>
-struct Attention {
+struct Attention : AttentionRows {
   using Number = typename Kind::Number;
   static constexpr int HALVES = 4 / sizeof(Number);  // vectors of fp32 that one of numbers becomes
 
-  const Number *q, *k, *v;
-  Number* y;
-  const float* sinks;
-  const int32_t *starts, *lengths, *table;
-  int64_t q_row, q_head, num_seqs, columns, heads, kv_heads, dim, page_size, window;
-  bool causal;
+  explicit Attention(const AttentionRows& rows) : AttentionRows(rows) {}
+
+  const Number *q = static_cast<const Number*>(AttentionRows::q), *k = static_cast<const Number*>(AttentionRows::k);
+  const Number* v = static_cast<const Number*>(AttentionRows::v);
+  Number* y = static_cast<Number*>(AttentionRows::y);
   const int64_t group = heads / kv_heads, steps = (dim + Kind::STEP - 1) / Kind::STEP, words = steps * LANES;
   const bool pads = dim % Kind::STEP;
   const float scale = 1 / std::sqrt(float(dim)), exponent = scale * 1.44269504f;
@@ -353,69 +341,87 @@ struct Attention {
     return found;
   }
 
-  // Write the attention of a block's rows and the query heads of one KV head.
-  void run_item(const Block& block, int64_t head) const {
-    const int64_t rows = block.rows * group;
-    Lanes* memory = scratch(2 * state_size(rows) + chunk_size(rows));
-    const State all = state(memory, rows), found = state(memory + state_size(rows), rows);
-    begin(all, block, head);
-    for (int64_t chunk = block.start / CHUNK; chunk * CHUNK < block.end; chunk++) {
-      run_chunk(block, head, chunk, found, memory + 2 * state_size(rows));
-      fold(all, found, rows);
-    }
-    write(all, block, head);
-  }
+};
 
-  // Write the same, but chunk by chunk, so that threads share one long sequence of few heads.
-  void run_chunks(const std::vector<Block>& blocks, int64_t threads) const {
-    struct Chunk {
-      const Block& block;
-      int64_t head, number;
-      Lanes* found;
-    };
-    std::vector<Chunk> chunks;
+// Blocks of rows and the query heads of one KV head. If they are few, threads share their chunks, and another work folds
+// what they found.
+template <class Kind>
+struct Plan : Attention<Kind> {
+  using Base = Attention<Kind>;
+  struct Chunk {
+    int64_t item, number;
+    Lanes* found;
+  };
+  const std::vector<Block> blocks = Base::blocks();
+  const int64_t num_items = int64_t(blocks.size()) * Base::kv_heads;
+  std::vector<Chunk> chunks;
+  std::unique_ptr<char[]> memory;
+
+  Plan(const AttentionRows& rows, int64_t threads) : Base(rows) {
+    if (threads == 1 || num_items >= 4 * threads) return;
     int64_t size = 0;
-    auto each_item = [&](const auto& one) {
-      for (const Block& block : blocks)
-        for (int64_t head = 0; head < kv_heads; head++) one(block, head);
-    };
-    for (const Block& block : blocks) size = std::max(size, state_size(block.rows * group));
-    each_item([&](const Block& block, int64_t head) {
+    for (int64_t item = 0; item < num_items; item++) {
+      const Block& block = blocks[item / this->kv_heads];
+      size = std::max(size, this->state_size(block.rows * this->group));
       for (int64_t number = block.start / CHUNK; number * CHUNK < block.end; number++)
-        chunks.push_back({block, head, number, nullptr});
-    });
-    const std::unique_ptr<char[]> memory(new char[chunks.size() * size * WIDTH]);
+        chunks.push_back({item, number, nullptr});
+    }
+    if (int64_t(chunks.size()) == num_items) {
+      chunks.clear();
+      return;
+    }
+    memory.reset(new char[chunks.size() * size * WIDTH]);
     for (size_t i = 0; i < chunks.size(); i++) chunks[i].found = reinterpret_cast<Lanes*>(memory.get()) + i * size;
-    share_out(chunks.size(), threads, [&](int64_t i) {
-      const Chunk& chunk = chunks[i];
-      const int64_t rows = chunk.block.rows * group;
-      run_chunk(chunk.block, chunk.head, chunk.number, state(chunk.found, rows), scratch(chunk_size(rows)));
-    });
-    auto chunk = chunks.begin();
-    each_item([&](const Block& block, int64_t head) {
-      const int64_t rows = block.rows * group;
-      const State all = state(scratch(size), rows);
-      begin(all, block, head);
-      for (int64_t number = block.start / CHUNK; number * CHUNK < block.end; number++)
-        fold(all, state(chunk++->found, rows), rows);
-      write(all, block, head);
-    });
   }
 
-  void run() const {
-    const std::vector<Block> blocks = this->blocks();
-    const int64_t items = int64_t(blocks.size()) * kv_heads;
-    int64_t work = 0;
-    for (const Block& block : blocks) work += block.rows * (block.end - block.start) * heads * dim;
-    const int64_t threads = threads_for(work);
-    if (threads > 1 && items < 4 * threads) run_chunks(blocks, threads);
-    else share_out(items, threads, [&](int64_t i) { run_item(blocks[i / kv_heads], i % kv_heads); });
+  void run_chunk(const Chunk& chunk) const {
+    const Block& block = blocks[chunk.item / this->kv_heads];
+    const int64_t rows = block.rows * this->group;
+    Base::run_chunk(block, chunk.item % this->kv_heads, chunk.number, this->state(chunk.found, rows),
+                    scratch<Base>(this->chunk_size(rows)));
   }
+
+  // Write the attention of an item. Its chunks are found, or run here.
+  void run_item(int64_t item) const {
+    const Block& block = blocks[item / this->kv_heads];
+    const int64_t head = item % this->kv_heads, rows = block.rows * this->group, size = this->state_size(rows);
+    Lanes* memory = scratch<Base>(2 * size + this->chunk_size(rows));
+    const State all = this->state(memory, rows), found = this->state(memory + size, rows);
+    this->begin(all, block, head);
+    for (const Chunk& chunk : chunks)
+      if (chunk.item == item) this->fold(all, this->state(chunk.found, rows), rows);
+    for (int64_t number = block.start / CHUNK; chunks.empty() && number * CHUNK < block.end; number++) {
+      Base::run_chunk(block, head, number, found, memory + 2 * size);
+      this->fold(all, found, rows);
+    }
+    this->write(all, block, head);
+  }
+};
+
+template <class Kind>
+struct ChunkWork : Work {
+  const std::shared_ptr<const Plan<Kind>> plan;
+  explicit ChunkWork(std::shared_ptr<const Plan<Kind>> plan) : Work(plan->chunks.size()), plan(std::move(plan)) {}
+  void run(int64_t part) const override { plan->run_chunk(plan->chunks[part]); }
+};
+
+template <class Kind>
+struct ItemWork : Work {
+  const std::shared_ptr<const Plan<Kind>> plan;
+  explicit ItemWork(std::shared_ptr<const Plan<Kind>> plan) : Work(plan->num_items), plan(std::move(plan)) {}
+  void run(int64_t part) const override { plan->run_item(part); }
 };
 
 // Return true for whole numbers of 32 bits in row order.
 bool is_whole(const Tensor& x, int64_t dims) {
   return x.scalar_type() == ScalarType::Int && x.dim() == dims && x.is_contiguous();
+}
+
+// Return about how many multiplications the attention has.
+int64_t multiplications(const AttentionRows& of) {
+  int64_t pairs = 0;
+  for (int64_t seq = 0; seq < of.num_seqs; seq++) pairs += int64_t(of.starts[seq + 1] - of.starts[seq]) * of.lengths[seq];
+  return pairs * of.heads * of.dim;
 }
 
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& starts, const Tensor& lengths,
@@ -436,22 +442,33 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
                                          sinks->numel() == heads),
                   "attention takes sinks [heads] in float32");
   Tensor y = torch::stable::new_empty(q, {rows, heads, dim});
-  auto compute = [&](auto kind) {
-    using Kind = decltype(kind);
-    using Number = typename Kind::Number;
-    auto at = [](const Tensor& x) { return static_cast<const Number*>(x.data_ptr()); };
-    auto whole = [](const Tensor& x) { return static_cast<const int32_t*>(x.data_ptr()); };
-    Attention<Kind>{at(q), at(k), at(v), static_cast<Number*>(y.data_ptr()),
-                    sinks.has_value() ? static_cast<const float*>(sinks->data_ptr()) : nullptr,
-                    whole(starts), whole(lengths), whole(table), q.stride(0), q.stride(1), lengths.size(0), table.size(1),
-                    heads, kv_heads, dim, page_size, window.value_or(INT32_MAX), causal}
-        .run();
-  };
-  is_float32 ? compute(Float32()) : compute(BFloat16());
+  auto whole = [](const Tensor& x) { return static_cast<const int32_t*>(x.data_ptr()); };
+  const AttentionRows of = {q.data_ptr(), k.data_ptr(), v.data_ptr(), y.data_ptr(),
+                            sinks.has_value() ? static_cast<const float*>(sinks->data_ptr()) : nullptr,
+                            whole(starts), whole(lengths), whole(table), q.stride(0), q.stride(1), lengths.size(0),
+                            table.size(1), heads, kv_heads, dim, page_size, window.value_or(INT32_MAX), causal};
+  const int64_t threads = threads_for(multiplications(of));
+  Works works;
+  add_attention(works, is_float32, of, threads);
+  team().run(works, threads);
   return y;
 }
 
 }  // namespace
+
+namespace dflash_server {
+
+void add_attention(Works& works, bool is_float32, const AttentionRows& of, int64_t threads) {
+  auto add = [&](auto kind) {
+    using Kind = decltype(kind);
+    const auto plan = std::make_shared<const Plan<Kind>>(of, threads);
+    works.push_back(std::make_unique<ChunkWork<Kind>>(plan));
+    works.push_back(std::make_unique<ItemWork<Kind>>(plan));
+  };
+  is_float32 ? add(Float32()) : add(BFloat16());
+}
+
+}  // namespace dflash_server
 
 STABLE_TORCH_LIBRARY_FRAGMENT(dflash_server, library) {
   library.def(

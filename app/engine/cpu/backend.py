@@ -18,8 +18,15 @@ import torch
 from torch import Tensor
 
 from app.engine.checkpoint.shapes import DecoderConfig
-from app.engine.cpu import attention, library, linear
-from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv, ProjectedRows, Rotation
+from app.engine.cpu import attention, decoder, library, linear
+from app.engine.device.base import (
+    AttentionMask,
+    AttentionMetadata,
+    Decode,
+    LayerKv,
+    ProjectedRows,
+    Rotation,
+)
 from app.engine.device.torch import TorchBackend
 
 logger = logging.getLogger(__name__)
@@ -41,7 +48,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 class CpuBackend(TorchBackend):
     interleaved_rope = True
-    compiles = True
+    separate_prefill = False
     max_gathered_tokens = 1 << 13
     """Bound of PyTorch's attention, which keeps what it gathers in the processor's caches (tools/lab/NOTES.md)."""
 
@@ -71,12 +78,17 @@ class CpuBackend(TorchBackend):
         linear.own(self._dtype)
 
     def tune(self) -> None:
-        """Time products of few rows, and leave to PyTorch what it computes faster, with the threads it will have."""
-        with self.step(linear.ALL_ROWS):
-            found = linear.tune(self._packed)
-        self._few_rows = min([self._few_rows, *found.values()])
-        limits = [f"{name} {'always' if n == linear.ALL_ROWS else f'up to {n} rows'}" for name, n in found.items()]
-        logger.debug("products by our operator: %s", "; ".join(limits) or "none")
+        """Time products of few rows, and leave to PyTorch what it computes faster. In a small model nothing is, because
+        its threads wait for one another in busy loops."""
+        is_small = self._num_parameters < _SMALL_MODEL
+        self.use_own(linear.ALL_ROWS if is_small else linear.tune(self._packed))
+
+    def use_own(self, rows: int) -> None:
+        """Let products and forwards of up to so many rows be those of this package."""
+        if self._few_rows:
+            torch.ops.dflash_server.set_most_rows(rows)
+            self._few_rows = rows
+            logger.debug("forwards by one operator: up to %d rows", rows)
 
     def pack_weight(self, *parts: Tensor) -> Tensor:
         """Return the weight row by row, like it is stored, if this package's own products are here.
@@ -170,6 +182,27 @@ class CpuBackend(TorchBackend):
         if not attention.is_own(rows.qkv.dtype):
             return super().context_into_kv(rows)
         attention.rotate_into(rows._replace(q_norm=None))
+
+    def decoder(self, layers: list[Any], norm: Tensor, config: DecoderConfig, taps: tuple[int, ...]) -> Decode | None:
+        if not decoder.can_run(layers):
+            return None
+        run = decoder.Decoder(layers, norm, config, taps)
+        return lambda embedded, *rest: run(embedded, *rest) if len(embedded) <= self._few_rows else None
+
+    def write_context(self, features: Tensor, *weights: Any) -> bool:
+        *of, rotation, kv, slots = weights
+        if not attention.is_own(features.dtype) or len(features) > self._few_rows:
+            return False
+        turns = torch.view_as_real(rotation[0])
+        torch.ops.dflash_server.context(features, *of, turns, slots, kv.k, kv.v)
+        return True
+
+    def choose(self, hidden: Tensor, lm_head: Tensor) -> Tensor | None:
+        if not attention.is_own(hidden.dtype) or len(hidden) > self._few_rows or not lm_head.is_contiguous():
+            return None
+        choices = hidden.new_empty(len(hidden), dtype=torch.int64)
+        torch.ops.dflash_server.best_of(hidden.contiguous(), lm_head, choices)
+        return choices
 
     def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
         slot_mapping = slot_mapping.long()

@@ -11,8 +11,7 @@
 // because PyTorch would round them.
 
 #include "vectors.h"
-
-#include <vector>
+#include "work.h"
 
 using namespace dflash_server;
 
@@ -63,12 +62,16 @@ struct Ahead {
   int64_t rows;
 };
 
-// Where a tile's totals go: rows of y are `out` numbers apart. `added` has the bias of each of a tile's totals.
+// Where a tile's totals go: rows are `stride` numbers apart. `added` has the bias of each of a tile's totals. Numbers of
+// `plus` are added to the rounded totals, and the results go to `also`, too.
 template <class Written>
 struct Place {
   Written* y;
-  int64_t out;
+  int64_t stride;
   const float* added;
+  const Written* plus = nullptr;
+  Written* also = nullptr;
+  int64_t also_stride = 0;
 };
 
 // Add the products of R packed rows of x with O rows of a weight, `stride` bytes apart, over `steps` steps. The sums
@@ -111,7 +114,12 @@ void add_tile(Lanes* sums, bool is_first, const Lanes* x, const char* weight, in
   each<VECTORS>([&](auto i) UNROLLED {
     Result::store(own[i] + reinterpret_cast<const Lanes*>(place->added)[i], flat + i * LANES);
   });
-  for (int r = 0; r < R; r++) std::memcpy(place->y + r * place->out, flat + r * O, O * sizeof flat[0]);
+  for (int r = 0; r < R; r++) {
+    for (int o = 0; place->plus && o < O; o++)
+      flat[r * O + o] = narrow_one<Result>(Result::wide(flat[r * O + o]) + Result::wide(place->plus[r * place->stride + o]));
+    std::memcpy(place->y + r * place->stride, flat + r * O, O * sizeof flat[0]);
+    if (place->also) std::memcpy(place->also + r * place->also_stride, flat + r * O, O * sizeof flat[0]);
+  }
 }
 
 // Sums of a thread's group of tiles.
@@ -120,16 +128,68 @@ Lanes* sums_of_tile(int64_t tile) {
   return sums[tile];
 }
 
-// A product as the threads share it. x is packed: ROWS rows at a time, or fewer last, side by side for each step.
+// Read row i into numbers [size], which fill their last step with zeros.
+template <class Kind>
+void read_row(const Rows& rows, int64_t i, typename Kind::Number* to) {
+  const typename Kind::Number* from = static_cast<const typename Kind::Number*>(rows.x) + i * rows.stride;
+  if (!rows.norm && !rows.gated) {
+    std::memcpy(to, from, rows.size * sizeof *to);
+    return;
+  }
+  const int64_t vectors = (rows.size + LANES - 1) / LANES;
+  struct Wide;
+  Lanes *wide = scratch<Wide>(2 * vectors), *up = wide + vectors;
+  widen<Kind>(from, rows.size, wide);
+  if (rows.gated) {
+    widen<Kind>(from + rows.size, rows.size, up);
+    for (int64_t k = 0; k < vectors; k++) {
+      const Lanes x = wide[k], power = exp2((x > 0 ? -x : x) * 1.44269504f);
+      wide[k] = x * up[k] * (x > 0 ? Lanes{} + 1 : power) / (power + 1);
+    }
+  }
+  if (rows.norm) {
+    const float factor = rms_factor(wide, rows.size, rows.eps);
+    float* numbers = reinterpret_cast<float*>(wide);
+    for (int64_t k = 0; k < rows.size; k++) {
+      numbers[k] *= factor * rows.norm[k];
+      if (rows.finite && !std::isfinite(numbers[k])) numbers[k] = 0;
+    }
+  }
+  narrow<Kind>(wide, rows.size, to);
+}
+
+template <class Kind>
+struct RowsWork : Work {
+  const Rows rows;
+  typename Kind::Number* const y;
+
+  RowsWork(const Rows& rows, void* y)
+      : Work(rows.count), rows(rows), y(static_cast<typename Kind::Number*>(y)) {}
+
+  void run(int64_t part) const override { read_row<Kind>(rows, part, y + part * rows.size); }
+};
+
+// A product as the threads share it. Each packs the rows for itself: ROWS rows at a time, or fewer last, side by side
+// for each step.
 template <class Kind, class Result>
-struct Product {
+struct ProductWork : Work {
   using Number = typename Kind::Number;
   using Written = typename Result::Number;
-  const Lanes* x;
-  int64_t rows, in, out;
-  const Number *weight, *bias;
-  Written* y;
-  const int64_t whole = in / Kind::STEP, steps = (in + Kind::STEP - 1) / Kind::STEP;
+  const Product of;
+  const int64_t in = of.rows.size, out = of.out, whole = in / Kind::STEP, steps = (in + Kind::STEP - 1) / Kind::STEP;
+  const int64_t tiles = out / OUTS, threads, group = size_of_group(out, threads), groups = (tiles + group - 1) / group;
+  const Number *weight = static_cast<const Number*>(of.weight), *bias = static_cast<const Number*>(of.bias);
+
+  ProductWork(const Product& of, int64_t threads) : Work(num_parts(of.out, threads)), of(of), threads(threads) {}
+
+  static int64_t size_of_group(int64_t out, int64_t threads) {
+    return std::clamp<int64_t>(out / OUTS / (8 * threads), 1, GROUP);
+  }
+
+  static int64_t num_parts(int64_t out, int64_t threads) {
+    const int64_t tiles = out / OUTS, group = size_of_group(out, threads);
+    return (tiles + group - 1) / group + (tiles * OUTS < out);
+  }
 
   // Call one(R, first) for R rows of x at a time.
   template <class One>
@@ -143,12 +203,32 @@ struct Product {
     }
   }
 
-  // Add steps from k on of `count` rows of x from `start` on to a tile's sums. After the last they go to y.
+  const Lanes* packed() const {
+    struct Packed;
+    static thread_local uint64_t owner = 0;
+    Lanes* to = scratch<Packed>((of.rows.count + 1) * steps * Kind::PARTS);
+    if (std::exchange(owner, serial) == serial) return to;
+    Bits* row = reinterpret_cast<Bits*>(to + of.rows.count * steps * Kind::PARTS);
+    row[steps - 1] = Bits{};
+    tiles_of_rows(of.rows.count, [&](auto tile_rows, int64_t first) {
+      constexpr int R = tile_rows;
+      for (int64_t r = 0; r < R; r++) {
+        read_row<Kind>(of.rows, first + r, reinterpret_cast<Number*>(row));
+        for (int64_t k = 0; k < steps; k++)
+          for (int part = 0; part < Kind::PARTS; part++)
+            to[first * steps * Kind::PARTS + (k * Kind::PARTS + part) * R + r] = Kind::part(row[k], part);
+      }
+    });
+    return to;
+  }
+
+  // Add steps from k on of `count` rows of x from `start` on to the sums of the tile at output `at`. After the last
+  // they go to a place.
   template <int O>
-  void add(int64_t at, int64_t tile, int64_t start, int64_t count, int64_t k, const Number* from, int64_t stride,
-           int64_t length, const Number* next) const {
+  void add(const Lanes* x, int64_t at, Place<Written> place, int64_t tile, int64_t start, int64_t count, int64_t k,
+           const Number* from, int64_t stride, int64_t length, const Number* next) const {
     alignas(WIDTH) float added[(ROWS * O + LANES - 1) / LANES * LANES] = {};
-    Place<Written> place = {y + start * out + at, out, added};
+    place.added = added;
     const bool is_last = k + length == steps || k == whole;
     for (int i = 0; is_last && bias && i < ROWS * O; i++) {
       Number number;  // a mapped file may have it at any place
@@ -164,94 +244,119 @@ struct Product {
       add_tile<Kind, Result, R, O>(sums_of_tile(tile) + r * O, k == 0, x + ((start + r) * steps + k * R) * Kind::PARTS,
                                    reinterpret_cast<const char*>(from), stride, length, ahead,
                                    is_last ? &place : nullptr);
-      place.y += R * out;
+      place.y += R * place.stride;
+      if (place.plus) place.plus += R * place.stride;
+      if (place.also) place.also += R * place.also_stride;
     });
   }
 
-  // Write `tiles` tiles of O outputs each. `next` are the rows of the weight that are read then.
+  // Write `count` tiles of O outputs each from output `at` on, to `to`. `next` are the rows of the weight that are read
+  // then.
   template <int O>
-  void outputs(int64_t at, int64_t tiles, const Number* next) const {
+  void outputs(const Lanes* x, int64_t at, int64_t count, const Place<Written>& to, const Number* next) const {
     const int64_t stride = in * int64_t(sizeof(Number));
-    for (int64_t start = 0; start < rows; start += BLOCK_ROWS) {
-      const int64_t count = std::min<int64_t>(BLOCK_ROWS, rows - start);
-      const int64_t depth = count > ROWS ? std::min(steps, DEPTH_BYTES / WIDTH) : steps;
+    for (int64_t start = 0; start < of.rows.count; start += BLOCK_ROWS) {
+      const int64_t rows = std::min<int64_t>(BLOCK_ROWS, of.rows.count - start);
+      const int64_t depth = rows > ROWS ? std::min(steps, DEPTH_BYTES / WIDTH) : steps;
       for (int64_t k = 0; k < steps; k += depth)
-        for (int64_t tile = 0; tile < tiles; tile++) {
+        for (int64_t tile = 0; tile < count; tile++) {
           const int64_t own = at + tile * O, length = std::min(depth, whole - k);
+          Place<Written> place = to;
+          place.y += start * to.stride + tile * O;
+          if (to.plus) place.plus += start * to.stride + tile * O;
+          if (to.also) place.also += start * to.also_stride + tile * O;
           const Number* from = weight + own * in + k * Kind::STEP;
           const bool is_last = k + depth >= steps;
           const Number* then = is_last ? next : weight + at * in + (k + depth) * Kind::STEP;
           if (start) then = nullptr;  // all are in a cache
-          else if (tile + 1 < tiles) then = from + O * in;
-          if (length > 0) add<O>(own, tile, start, count, k, from, stride, length, then);
+          else if (tile + 1 < count) then = from + O * in;
+          if (length > 0) add<O>(x, own, place, tile, start, rows, k, from, stride, length, then);
           if (!is_last || whole == steps) continue;
           const int64_t after = whole * Kind::STEP;
           Number rest[O][Kind::STEP] = {};
           for (int o = 0; o < O; o++) std::memcpy(rest[o], weight + (own + o) * in + after, (in - after) * sizeof(Number));
-          add<O>(own, tile, start, count, whole, rest[0], WIDTH, 1, nullptr);
+          add<O>(x, own, place, tile, start, rows, whole, rest[0], WIDTH, 1, nullptr);
         }
     }
   }
 
-  void run() const {
-    const int64_t threads = threads_for(rows * in * out);
-    const int64_t tiles = out / OUTS, group = std::clamp<int64_t>(tiles / (8 * threads), 1, GROUP);
-    const int64_t groups = (tiles + group - 1) / group, parts = groups + (tiles * OUTS < out);
-    auto run_part = [&](int64_t part, int64_t next) {
-      const Number* then = weight + std::min(next * group, tiles) * OUTS * in;
-      if (part < groups) outputs<OUTS>(part * group * OUTS, std::min(group, tiles - part * group), then);
-      else outputs<1>(tiles * OUTS, out - tiles * OUTS, then);
-    };
-    std::atomic<int64_t> next = 0;  // a thread that another process slows down takes fewer parts
-    auto work = [&] {
-      for (int64_t part = next++; part < parts;) {
-        const int64_t then = next++;
-        run_part(part, then);
-        part = then;
-      }
-    };
-    threads == 1 ? work() : helpers().share(threads - 1, work);
+  int64_t first_of(int64_t part) const { return std::min(part * group, tiles) * OUTS; }
+  int64_t end_of(int64_t part) const { return part < groups ? first_of(part + 1) : out; }
+
+  void run_to(int64_t part, const Place<Written>& to) const {
+    const int64_t then = part + threads, at = first_of(part);  // the others take those between
+    const Number* next = then < parts ? weight + first_of(then) * in : nullptr;
+    if (part < groups) outputs<OUTS>(packed(), at, (end_of(part) - at) / OUTS, to, next);
+    else outputs<1>(packed(), at, out - at, to, next);
+  }
+
+  void run(int64_t part) const override {
+    const int64_t at = first_of(part);
+    auto from_at = [&](const void* rows) { return rows ? static_cast<const Written*>(rows) + at : nullptr; };
+    run_to(part, {static_cast<Written*>(of.y) + at, out, nullptr, from_at(of.plus),
+                  const_cast<Written*>(from_at(of.also)), of.also_stride});
   }
 };
 
-template <class Kind, class Result = Kind>
-void multiply(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, Tensor& y) {
-  using Number = typename Kind::Number;
-  const int64_t rows = x.size(0), in = x.size(1), steps = (in + Kind::STEP - 1) / Kind::STEP;
-  Lanes* packed = scratch(rows * steps * Kind::PARTS);
-  const Number* numbers = static_cast<const Number*>(x.data_ptr());
-  Product<Kind, Result>::tiles_of_rows(rows, [&](auto tile_rows, int64_t first) {
-    constexpr int R = tile_rows;
-    for (int64_t r = first; r < first + R; r++)
-      for (int64_t k = 0; k < steps; k++) {
-        Bits read = {};
-        const int64_t left = in - k * Kind::STEP;
-        std::memcpy(&read, numbers + r * in + k * Kind::STEP, std::min<int64_t>(left, Kind::STEP) * sizeof(Number));
-        for (int part = 0; part < Kind::PARTS; part++)
-          packed[first * steps * Kind::PARTS + (k * Kind::PARTS + part) * R + r - first] = Kind::part(read, part);
-      }
-  });
-  const void* added = bias.has_value() ? bias->data_ptr() : nullptr;
-  Product<Kind, Result>{packed, rows, in, weight.size(0), static_cast<const Number*>(weight.data_ptr()),
-                        static_cast<const Number*>(added), static_cast<typename Result::Number*>(y.data_ptr())}
-      .run();
-}
+// The largest output of a row, and the first of those that have it.
+struct Best {
+  float value;
+  int64_t index;
 
-// Rows up to which products with weights of one shape run here, where they were timed.
-struct Limit {
-  int64_t out, in;
-  bool is_float32;
-  int64_t most_rows;
+  // NaN is larger than every number.
+  bool is_below(const Best& other) const { return value == value && !(other.value <= value); }
 };
 
-std::vector<Limit> limits;
-constexpr int64_t MOST_ROWS = 32;
+// A product whose outputs are compared, and not kept: `best` [parts, rows].
+template <class Kind>
+struct BestWork : ProductWork<Kind, Float32> {
+  using Base = ProductWork<Kind, Float32>;
+  std::vector<Best>& best;
 
-int64_t most_rows(int64_t out, int64_t in, bool is_float32) {
-  for (const Limit& limit : limits)
-    if (limit.out == out && limit.in == in && limit.is_float32 == is_float32) return limit.most_rows;
-  return MOST_ROWS;
+  BestWork(const Product& of, int64_t threads, std::vector<Best>& best) : Base(of, threads), best(best) {
+    best.resize(this->parts * of.rows.count);
+  }
+
+  void run(int64_t part) const override {
+    struct Outputs;
+    constexpr int64_t VECTORS = (GROUP * OUTS + LANES - 1) / LANES;
+    constexpr float LEAST = -std::numeric_limits<float>::infinity();
+    const int64_t first = this->first_of(part), count = this->end_of(part) - first, rows = this->of.rows.count;
+    Lanes* found = scratch<Outputs>(rows * VECTORS);
+    std::fill_n(found, rows * VECTORS, Lanes{} + LEAST);
+    this->run_to(part, {reinterpret_cast<float*>(found), VECTORS * LANES, nullptr});
+    for (int64_t row = 0; row < rows; row++, found += VECTORS) {
+      const float* outputs = reinterpret_cast<const float*>(found);
+      Lanes most = found[0];
+      for (int64_t k = 1; k < VECTORS; k++) most = found[k] > most ? found[k] : most;
+      Best own = {LEAST, first};
+      for (int i = 0; i < LANES; i++) own.value = std::max(own.value, most[i]);
+      while (own.index < first + count - 1 && outputs[own.index - first] != own.value) own.index++;
+      for (int64_t i = 0; i < count; i++)
+        if (std::isnan(outputs[i])) own = {outputs[i], first + i};
+      best[part * rows + row] = own;
+    }
+  }
+};
+
+template <class One>
+void with_kind(bool is_float32, const One& one) {
+  is_float32 ? one(Float32()) : one(BFloat16());
 }
+
+// Multiply x, and write sums of bfloat16 as Result.
+template <class Kind, class Result = Kind>
+void multiply(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, Tensor& y) {
+  const Rows rows = {x.data_ptr(), x.size(0), x.size(1), x.size(1)};
+  const int64_t out = weight.size(0), threads = threads_for(rows.count * rows.size * out);
+  const Product product = {rows, out, weight.data_ptr(), bias.has_value() ? bias->data_ptr() : nullptr, y.data_ptr()};
+  Works works;
+  works.push_back(std::make_unique<ProductWork<Kind, Result>>(product, threads));
+  team().run(works, threads);
+}
+
+int64_t own_threads = 0;  // or 0 for as many as PyTorch has
+int64_t most_rows = 32;   // of a product that runs here
 
 // Return true for tensors of one dtype of `linear`, in row order, whose sizes fit.
 bool is_own(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
@@ -264,7 +369,7 @@ bool is_own(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& 
 
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   const bool is_float32 = x.scalar_type() == ScalarType::Float;
-  if (!is_own(x, weight, bias) || x.size(0) > most_rows(weight.size(0), weight.size(1), is_float32)) {
+  if (!is_own(x, weight, bias) || x.size(0) > most_rows) {
     StableIValue stack[] = {torch::stable::detail::from(x), torch::stable::detail::from(weight),
                             torch::stable::detail::from(bias)};
     TORCH_ERROR_CODE_CHECK(aoti_torch_call_dispatcher("aten::linear", "", stack));
@@ -283,25 +388,61 @@ Tensor linear_float32(const Tensor& x, const Tensor& weight) {
   return y;
 }
 
-void set_most_rows(int64_t out, int64_t in, bool is_float32, int64_t rows) {
-  std::erase_if(limits, [&](const Limit& old) { return old.out == out && old.in == in && old.is_float32 == is_float32; });
-  limits.push_back({out, in, is_float32, rows});
+// Write the first of the largest outputs of x @ weight.T in fp32, or -1 where the largest is not finite.
+void best_of(const Tensor& x, const Tensor& weight, Tensor choices) {
+  STD_TORCH_CHECK(is_own(x, weight, {}), "best_of takes contiguous x [T, in] and weight [out, in] of one dtype");
+  const int64_t rows = x.size(0), in = x.size(1), out = weight.size(0), threads = threads_for(rows * in * out);
+  std::vector<Best> best;
+  Works works;
+  with_kind(x.scalar_type() == ScalarType::Float, [&](auto kind) {
+    const Product product = {{x.data_ptr(), rows, in, in}, out, weight.data_ptr()};
+    works.push_back(std::make_unique<BestWork<decltype(kind)>>(product, threads, best));
+  });
+  team().run(works, threads);
+  for (int64_t row = 0; row < rows; row++) {
+    Best most = best[row];
+    for (size_t i = row; i < best.size(); i += rows)
+      if (most.is_below(best[i])) most = best[i];
+    static_cast<int64_t*>(choices.data_ptr())[row] = std::isfinite(most.value) ? most.index : -1;
+  }
 }
 
 void set_threads(int64_t threads) { own_threads = threads; }
+void set_most_rows(int64_t rows) { most_rows = rows; }
 
 }  // namespace
+
+namespace dflash_server {
+
+int64_t threads_for(int64_t multiplications) {
+  constexpr int64_t SMALL = 1 << 18;
+  return multiplications < SMALL ? 1 : own_threads ? own_threads : torch::stable::get_num_threads();
+}
+
+void add_product(Works& works, bool is_float32, const Product& of, int64_t threads) {
+  with_kind(is_float32, [&](auto kind) {
+    works.push_back(std::make_unique<ProductWork<decltype(kind), decltype(kind)>>(of, threads));
+  });
+}
+
+void add_rows(Works& works, bool is_float32, const Rows& rows, void* y) {
+  with_kind(is_float32, [&](auto kind) { works.push_back(std::make_unique<RowsWork<decltype(kind)>>(rows, y)); });
+}
+
+}  // namespace dflash_server
 
 STABLE_TORCH_LIBRARY(dflash_server, library) {
   library.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   library.def("linear_float32(Tensor x, Tensor weight) -> Tensor");
-  library.def("set_most_rows(int out_features, int in_features, bool is_float32, int rows) -> ()");
+  library.def("best_of(Tensor x, Tensor weight, Tensor(a!) choices) -> ()");
+  library.def("set_most_rows(int rows) -> ()");
   library.def("set_threads(int threads) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(dflash_server, CPU, library) {
   library.impl("linear", TORCH_BOX(&linear));
   library.impl("linear_float32", TORCH_BOX(&linear_float32));
+  library.impl("best_of", TORCH_BOX(&best_of));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(dflash_server, CompositeExplicitAutograd, library) {

@@ -4,7 +4,7 @@ import logging
 import subprocess
 import time
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16)
 MOST_ROWS, ALL_ROWS = 32, 1 << 30
 """Rows up to which a product runs here that was not timed, as in linear.cpp, and more than any step has."""
-_TRIED_ROWS = (4, 16, 32, 64, 128)
+_TRIED_ROWS = (8, 16, 32, 64, 128)
 """Fewer rows are the operator's: they wait only for the weight, and their times are too short to compare."""
 _TRIED_NUMBERS = 1 << 20
 """Numbers of a weight that is timed. Of a larger one the first rows are, because 128 rows are slow to compute."""
@@ -28,14 +28,6 @@ _ROUNDS = 5
 """The quickest of them counts, because a busy neighbour makes each slower by chance."""
 _FASTER = 1.1
 """PyTorch's product has to be faster by this factor, because a difference below it is noise."""
-
-_RESULTS: dict[str, Callable[..., Tensor]] = {
-    "linear": lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]),
-    "linear_float32": lambda x, weight: x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32),
-    "attention": lambda q_thd, *_: q_thd.new_empty(q_thd.shape),
-    "rotate_into": lambda qkv, q_norm, k_norm, eps, turns, k, *_: qkv.new_empty(qkv[:, 2 * k.shape[-2] :].shape),
-}
-"""Results of the operators by shape and dtype, for code that is traced."""
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -79,52 +71,41 @@ def set_threads(threads: int) -> None:
 @cache
 def _operator() -> Multiply | None:
     try:
-        load_operators(*map(Path(__file__).with_name, ("linear.cpp", "attention.cpp", "rotate.cpp")))
+        load_operators(*map(Path(__file__).with_name, ("linear.cpp", "attention.cpp", "rotate.cpp", "decoder.cpp")))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         logger.info("products of few rows: PyTorch's own, because %s", error)
         return None
-    for name, result in _RESULTS.items():
-        torch.library.register_fake(f"dflash_server::{name}", result)
     operator: Multiply = torch.ops.dflash_server.linear.default
     return operator
 
 
-def tune(weights: Iterable[tuple[torch.Size, torch.dtype]]) -> dict[str, int]:
-    """Leave products to PyTorch from those rows on where it is faster. Return the most rows of the operator by weight.
-
-    The largest come first, because a part of one may have the shape of a smaller weight, whose limit must stay.
-    """
-    found = {}
-    for (out, size), dtype in sorted(weights, key=lambda weight: weight[0], reverse=True):
-        if multiply := own(dtype):
-            name = f"linear {out} x {size}, {str(dtype).removeprefix('torch.')}"
-            found[name] = _most_rows(multiply, out, size, dtype, torch.get_num_threads())
-    return found
+def tune(weights: Iterable[tuple[torch.Size, torch.dtype]]) -> int:
+    """Return the rows up to which the operator multiplies by all of the weights as fast as PyTorch, ALL_ROWS if it
+    does for all that are tried."""
+    most, limit = _TRIED_ROWS[0] - 1, torch.ops.dflash_server.set_most_rows
+    limit(ALL_ROWS)
+    for rows in _TRIED_ROWS:
+        times = [_times(*shape, dtype, rows, torch.get_num_threads()) for shape, dtype in weights if own(dtype)]
+        if sum(ours for ours, _ in times) > _FASTER * sum(theirs for _, theirs in times):
+            return most
+        most = rows
+    return ALL_ROWS
 
 
 @cache
 @torch.inference_mode()
-def _most_rows(multiply: Multiply, out: int, size: int, dtype: torch.dtype, threads: int) -> int:
-    """Return, and set, the rows up to which the operator is as fast as PyTorch's, ALL_ROWS if at all _TRIED_ROWS."""
-    tried = max(1, min(out, _TRIED_NUMBERS // size))
-    limit = partial(torch.ops.dflash_server.set_most_rows, is_float32=dtype == torch.float32)
-    limit(tried, size, rows=_TRIED_ROWS[-1])
-    weight, most = torch.ones(tried, size, dtype=dtype), _TRIED_ROWS[0] - 1
-    for rows in _TRIED_ROWS:
-        x = torch.ones(rows, size, dtype=dtype)
-        ours: list[float] = []
-        theirs: list[float] = []
-        while len(ours) < _ROUNDS and not (ours and ours[0] < 0.5 * theirs[0]):
-            start = time.perf_counter()
-            multiply(x, weight, None)
-            middle = time.perf_counter()
-            F.linear(x, weight)
-            theirs.append(time.perf_counter() - middle)
-            ours.append(middle - start)
-        if min(ours) > _FASTER * min(theirs):
-            break
-        most = rows
-    if most == _TRIED_ROWS[-1]:
-        most = ALL_ROWS
-    limit(out, size, rows=most)
-    return most
+def _times(out: int, size: int, dtype: torch.dtype, rows: int, threads: int) -> tuple[float, float]:
+    """Return the seconds of a product of `rows` rows by the operator, and by PyTorch."""
+    multiply, out = own(dtype), max(1, min(out, _TRIED_NUMBERS // size))
+    assert multiply
+    weight, x = torch.ones(out, size, dtype=dtype), torch.ones(rows, size, dtype=dtype)
+    ours: list[float] = []
+    theirs: list[float] = []
+    while len(ours) < _ROUNDS:
+        start = time.perf_counter()
+        multiply(x, weight, None)
+        middle = time.perf_counter()
+        F.linear(x, weight)
+        theirs.append(time.perf_counter() - middle)
+        ours.append(middle - start)
+    return min(ours), min(theirs)

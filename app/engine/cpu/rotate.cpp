@@ -2,16 +2,14 @@
 // float32 or bfloat16. A number is read once and rounded once. A row's result depends only on that row. No two rows of
 // a call may have one slot, because threads would write it at once.
 
-#include <cmath>
-#include <vector>
-
 #include "vectors.h"
+#include "work.h"
 
 using namespace dflash_server;
 
 namespace {
 
-constexpr int64_t BLOCK_ROWS = 8;  // that a thread takes at once
+constexpr int64_t MOST_ROWS = 8;  // that a thread takes at once
 constexpr int64_t COST = 8;        // multiplications that take as long as a number of a head
 
 // Return the lanes of x with the numbers of each pair exchanged.
@@ -20,83 +18,51 @@ inline Lanes exchanged(Lanes x, std::integer_sequence<int, I...>) {
   return __builtin_shuffle(x, Bits{uint32_t(I ^ 1)...});
 }
 
-// Rows [q heads, k heads, v heads] of numbers. Rows follow one another layer by layer, and `turns` has (cos, sin) of
-// each pair of a head, the same for all layers of a row. Norms are null for a model without them.
+// `rows_at_once` rows are a part.
 template <class Kind>
-struct Rotation {
+struct RotationWork : Work {
   using Number = typename Kind::Number;
-  const Number* x;
-  const float *q_norm, *k_norm, *turns;
-  Number *q, *k, *v;
-  const int32_t* slots;
-  int64_t rows, row_size, heads, kv_heads, dim, layers;
-  float eps;
-  const int64_t size = (dim + LANES - 1) / LANES;
+  const RotatedRows of;
+  const int64_t dim = of.dim, size = (dim + LANES - 1) / LANES, rows_at_once;
+
+  RotationWork(const RotatedRows& of, int64_t rows_at_once)
+      : Work((of.rows + rows_at_once - 1) / rows_at_once), of(of), rows_at_once(rows_at_once) {}
 
   void run_row(int64_t row, Lanes* numbers) const {
     Lanes *cos = numbers + size, *sin = cos + size;
-    const float* turn = turns + row / layers * dim;
+    const float* turn = of.turns + row / of.layers * dim;
     for (int64_t i = 0; i < dim; i++) {
       reinterpret_cast<float*>(cos)[i] = turn[i & ~1];
       reinterpret_cast<float*>(sin)[i] = i & 1 ? turn[i] : -turn[i + 1];
     }
-    const Number* from = x + row * row_size;
-    const float* norm = k_norm ? k_norm + row % layers * dim : nullptr;
-    const int64_t kept = slots[row] * kv_heads * dim;
-    for (int64_t head = 0; head < heads; head++, from += dim)
-      turn_head(from, q_norm, q + (row * heads + head) * dim, numbers);
-    for (int64_t head = 0; head < kv_heads; head++, from += dim) turn_head(from, norm, k + kept + head * dim, numbers);
-    std::memcpy(v + kept, from, kv_heads * dim * sizeof(Number));
+    const Number* from = static_cast<const Number*>(of.x) + row * of.row_size;
+    const float* norm = of.k_norm ? of.k_norm + row % of.layers * dim : nullptr;
+    const int64_t kept = of.slots[row] * of.kv_heads * dim;
+    Number *q = static_cast<Number*>(of.q) + row * of.heads * dim, *k = static_cast<Number*>(of.k) + kept;
+    for (int64_t head = 0; head < of.heads; head++, from += dim) turn_head(from, of.q_norm, q + head * dim, numbers);
+    for (int64_t head = 0; head < of.kv_heads; head++, from += dim) turn_head(from, norm, k + head * dim, numbers);
+    std::memcpy(static_cast<Number*>(of.v) + kept, from, of.kv_heads * dim * sizeof(Number));
   }
 
   void turn_head(const Number* from, const float* norm, Number* to, Lanes* numbers) const {
     const Lanes *cos = numbers + size, *sin = cos + size;
     float* own = reinterpret_cast<float*>(numbers);
-    for (int64_t i = 0; i < dim; i++) own[i] = Kind::wide(from[i]);
+    widen<Kind>(from, dim, numbers);
     if (norm) {
-      const float factor = 1 / std::sqrt(square(numbers) / dim + eps);
+      const float factor = rms_factor(numbers, dim, of.eps);
       for (int64_t i = 0; i < dim; i++) own[i] *= factor * norm[i];
     }
     constexpr auto lanes = std::make_integer_sequence<int, LANES>();
-    for (int64_t i = 0; i < size; i++) {
-      const Lanes turned = multiply_add(numbers[i], cos[i], exchanged(numbers[i], lanes) * sin[i]);
-      Number out[LANES];
-      Kind::store(turned, out);
-      std::memcpy(to + i * LANES, out, std::min<int64_t>(LANES, dim - i * LANES) * sizeof(Number));
-    }
+    for (int64_t i = 0; i < size; i++)
+      numbers[i] = multiply_add(numbers[i], cos[i], exchanged(numbers[i], lanes) * sin[i]);
+    narrow<Kind>(numbers, dim, to);
   }
 
-  // Return the sum of squares. Lanes after the last number are zeros.
-  float square(const Lanes* numbers) const {
-    Lanes sum = {};
-    for (int64_t i = 0; i < size; i++) sum = multiply_add(numbers[i], numbers[i], sum);
-    for (int half = LANES / 2; half; half /= 2)
-      for (int i = 0; i < half; i++) sum[i] += sum[i + half];
-    return sum[0];
-  }
-
-  void run() const {
-    share_out((rows + BLOCK_ROWS - 1) / BLOCK_ROWS, threads_for(COST * rows * row_size), [&](int64_t block) {
-      Lanes* numbers = scratch(3 * size);
-      std::fill_n(numbers, 3 * size, Lanes{});
-      for (int64_t row = block * BLOCK_ROWS; row < std::min(rows, (block + 1) * BLOCK_ROWS); row++) run_row(row, numbers);
-    });
-  }
-};
-
-// The numbers of a norm in fp32, which some models have next to weights in bfloat16.
-struct Norm {
-  std::vector<float> copy;
-  const float* numbers = nullptr;
-
-  explicit Norm(const std::optional<Tensor>& norm) {
-    if (!norm.has_value()) return;
-    numbers = static_cast<const float*>(norm->data_ptr());
-    if (norm->scalar_type() == ScalarType::Float) return;
-    const uint16_t* narrow = static_cast<const uint16_t*>(norm->data_ptr());
-    copy.resize(norm->numel());
-    std::transform(narrow, narrow + copy.size(), copy.begin(), BFloat16::wide);
-    numbers = copy.data();
+  void run(int64_t part) const override {
+    Lanes* numbers = scratch<RotationWork>(3 * size);
+    std::fill_n(numbers, 3 * size, Lanes{});
+    for (int64_t row = part * rows_at_once; row < std::min(of.rows, (part + 1) * rows_at_once); row++)
+      run_row(row, numbers);
   }
 };
 
@@ -127,20 +93,28 @@ Tensor rotate_into(const Tensor& x, const std::optional<Tensor>& q_norm, const s
   STD_TORCH_CHECK(std::all_of(slot, slot + rows, [&](int32_t own) { return 0 <= own && own < num_slots; }),
                   "rotate_into takes slots of K and V");
   Tensor q = torch::stable::new_empty(x, {rows, heads, dim});
-  auto compute = [&](auto kind) {
-    using Kind = decltype(kind);
-    using Number = typename Kind::Number;
-    auto at = [](const Tensor& tensor) { return static_cast<Number*>(tensor.data_ptr()); };
-    const Norm of_q(q_norm), of_k(k_norm);
-    Rotation<Kind>{at(x), of_q.numbers, of_k.numbers, static_cast<const float*>(turns.data_ptr()), at(q), at(k), at(v),
-                   slot, rows, x.size(1) * dim, heads, kv_heads, dim, layers, float(eps)}
-        .run();
-  };
-  type == ScalarType::Float ? compute(Float32()) : compute(BFloat16());
+  const Norm of_q(q_norm), of_k(k_norm);
+  const RotatedRows of = {x.data_ptr(), of_q.numbers, of_k.numbers, static_cast<const float*>(turns.data_ptr()),
+                          q.data_ptr(), k.data_ptr(), v.data_ptr(), slot, rows, x.size(1) * dim, heads, kv_heads, dim,
+                          layers, float(eps)};
+  const int64_t threads = threads_for(COST * rows * x.size(1) * dim);
+  Works works;
+  add_rotation(works, type == ScalarType::Float, of, threads);
+  team().run(works, threads);
   return q;
 }
 
 }  // namespace
+
+namespace dflash_server {
+
+void add_rotation(Works& works, bool is_float32, const RotatedRows& of, int64_t threads) {
+  const int64_t rows_at_once = std::clamp<int64_t>(of.rows / (4 * threads), 1, MOST_ROWS);
+  is_float32 ? works.push_back(std::make_unique<RotationWork<Float32>>(of, rows_at_once))
+             : works.push_back(std::make_unique<RotationWork<BFloat16>>(of, rows_at_once));
+}
+
+}  // namespace dflash_server
 
 STABLE_TORCH_LIBRARY_FRAGMENT(dflash_server, library) {
   library.def(

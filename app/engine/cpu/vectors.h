@@ -1,4 +1,4 @@
-// Vectors of the processor's width, numbers of the engine's dtypes in them, and threads: the operators' common parts.
+// Vectors of the processor's width, and numbers of the engine's dtypes in them.
 
 #pragma once
 
@@ -12,16 +12,13 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
-#include <atomic>
-#include <condition_variable>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
-#include <thread>
 #include <utility>
+#include <vector>
 
 namespace dflash_server {
 
@@ -36,7 +33,6 @@ constexpr int WIDTH = 32;
 constexpr int WIDTH = 16;  // SSE and NEON
 #endif
 constexpr int LANES = WIDTH / 4;
-constexpr int64_t SMALL = 1 << 21;  // multiplications that cost less than waking a thread
 
 typedef float Lanes __attribute__((vector_size(WIDTH), aligned(2), may_alias));
 typedef uint32_t Bits __attribute__((vector_size(WIDTH), aligned(2), may_alias));
@@ -106,67 +102,69 @@ UNROLLED inline void each(const One& one) {
   }
 }
 
-// Threads that sleep between calls. The caller works too, and waits for no thread that has not begun: next to a busy
-// process a thread may wait milliseconds for its core, and a barrier would wait with it.
-class Helpers {
- public:
-  // Run `work` on this thread and on up to `count` others. It returns when all that began it are done.
-  void share(int64_t count, const std::function<void()>& work) {
-    {
-      std::lock_guard lock(mutex_);
-      for (; started_ < count; started_++) std::thread([this] { help(); }).detach();
-      work_ = &work;
-      places_ = count;
-    }
-    wake_.notify_all();
-    work();
-    std::unique_lock lock(mutex_);
-    work_ = nullptr;
-    done_.wait(lock, [this] { return active_ == 0; });
-  }
+// Return 2^x, x <= 0, by its Taylor series around the next whole number. Below 2^-126 it is 0, and NaN stays NaN.
+inline Lanes exp2(Lanes x) {
+  constexpr float ROUNDING = 3 << 22;  // added, it leaves a number of up to 22 bits in the lowest ones
+  constexpr float TERMS[] = {1.5252734e-5f, 1.5403530e-4f, 1.3333558e-3f, 9.6181291e-3f,
+                             5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f};
+  const Lanes shifted = x + ROUNDING, rest = x - (shifted - ROUNDING);
+  Lanes sum = Lanes{} + TERMS[0];
+  for (int i = 1; i < 8; i++) sum = multiply_add(sum, rest, Lanes{} + TERMS[i]);
+  const Lanes power = reinterpret_cast<Lanes>((reinterpret_cast<Bits>(shifted) + 127) << 23);
+  return x < -126.0f ? Lanes{} : sum * power;
+}
 
- private:
-  void help() {
-    std::unique_lock lock(mutex_);
-    while (true) {
-      wake_.wait(lock, [this] { return work_ && places_ > 0; });
-      const std::function<void()>& work = *work_;
-      places_--;
-      active_++;
-      lock.unlock();
-      work();
-      lock.lock();
-      if (--active_ == 0) done_.notify_all();
-    }
-  }
+// Widen numbers, whose last vector is filled with zeros.
+template <class Kind>
+inline void widen(const typename Kind::Number* from, int64_t count, Lanes* to) {
+  to[(count - 1) / LANES] = Lanes{};
+  for (int64_t i = 0; i < count; i++) reinterpret_cast<float*>(to)[i] = Kind::wide(from[i]);
+}
 
-  std::mutex mutex_;
-  std::condition_variable wake_, done_;
-  const std::function<void()>* work_ = nullptr;
-  int64_t started_ = 0, places_ = 0, active_ = 0;
+// Round numbers, some of which end before a vector does.
+template <class Kind>
+inline void narrow(const Lanes* from, int64_t count, typename Kind::Number* to) {
+  for (int64_t i = 0; i < count; i += LANES) {
+    typename Kind::Number numbers[LANES];
+    Kind::store(from[i / LANES], numbers);
+    std::memcpy(to + i, numbers, std::min<int64_t>(LANES, count - i) * sizeof numbers[0]);
+  }
+}
+
+template <class Kind>
+inline typename Kind::Number narrow_one(float x) {
+  typename Kind::Number numbers[LANES];
+  Kind::store(Lanes{} + x, numbers);
+  return numbers[0];
+}
+
+// Return the factor of RMSNorm of `count` numbers. The rest of the last vector is zeros.
+inline float rms_factor(const Lanes* numbers, int64_t count, float eps) {
+  Lanes sum = {};
+  for (int64_t i = 0; i * LANES < count; i++) sum = multiply_add(numbers[i], numbers[i], sum);
+  for (int half = LANES / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) sum[i] += sum[i + half];
+  return 1 / std::sqrt(sum[0] / count + eps);
+}
+
+// The numbers of a norm in fp32, which some models have next to weights in bfloat16.
+struct Norm {
+  std::vector<float> copy;
+  const float* numbers = nullptr;
+
+  explicit Norm(const std::optional<Tensor>& norm) {
+    if (!norm.has_value()) return;
+    numbers = static_cast<const float*>(norm->data_ptr());
+    if (norm->scalar_type() == ScalarType::Float) return;
+    const uint16_t* narrow = static_cast<const uint16_t*>(norm->data_ptr());
+    copy.resize(norm->numel());
+    std::transform(narrow, narrow + copy.size(), copy.begin(), BFloat16::wide);
+    numbers = copy.data();
+  }
 };
 
-inline int64_t own_threads = 0;  // of an operator, or 0 for as many as PyTorch has
-
-inline int64_t threads_for(int64_t multiplications) {
-  return multiplications < SMALL ? 1 : own_threads ? own_threads : torch::stable::get_num_threads();
-}
-
-inline Helpers& helpers() {
-  static Helpers* kept = new Helpers;  // its threads live as long as the process
-  return *kept;
-}
-
-// Call one(0) to one(count - 1) on that many threads. A thread that another process slows down takes fewer of them.
-inline void share_out(int64_t count, int64_t threads, const std::function<void(int64_t)>& one) {
-  std::atomic<int64_t> next = 0;
-  auto work = [&] {
-    for (int64_t i; (i = next++) < count;) one(i);
-  };
-  threads == 1 ? work() : helpers().share(threads - 1, work);
-}
-
-// Memory of a thread that is kept from call to call.
+// Memory of a thread for each use of `Tag`, which is kept from call to call.
+template <class Tag>
 inline Lanes* scratch(size_t size) {
   static thread_local std::unique_ptr<char[]> kept;
   static thread_local size_t kept_size = 0;

@@ -68,6 +68,11 @@ class ProjectedRows(NamedTuple):
         return q, k, v
 
 
+Decode = Callable[..., tuple[Tensor, Tensor | None] | None]
+"""Returns what `Target.forward` does, or None if the layers are faster, from embedded rows [T, H], their rotation and
+slots, the attention groups, and the KV of all layers."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """Experts of a layer: `router` [E, H] fp32, `gate_up` [E, 2I, H] with the gate first, `down` [E, H, I], and their
@@ -141,8 +146,6 @@ class Backend(ABC):
     step can be launched before the previous one is read."""
     allows_empty_sequences = False
     """True if attention takes sequences without rows, so a step that fills a graph needs no padding."""
-    compiles = False
-    """True if forwards can be compiled functions (`--compile`)."""
     memory_is_host = False
     """True if the host computes: other processes share its memory, no peak is measured, and a read costs nothing."""
     batch_invariant = False
@@ -261,6 +264,20 @@ class Backend(ABC):
         k = self.rope(k if rows.k_norm is None else self.rms_norm(k, rows.k_norm, rows.eps), rows.rotation)
         self.write_kv(k, v, rows.kv, rows.slot_mapping)
         return q
+
+    def decoder(self, layers: list[Any], norm: Tensor, config: DecoderConfig, taps: tuple[int, ...]) -> Decode | None:
+        """Return one operator for `layers` and the final norm, or None. Features are those of layers `taps`. A layer is
+        its first norm, qkv, bias, norms of q and k, sinks, o, bias, second norm, gate_up and down, or None each."""
+        return None
+
+    def write_context(self, features: Tensor, *weights: Any) -> bool:
+        """Return True if one operator has done what `ContextKv.write` does, from features [T, in]."""
+        return False
+
+    def choose(self, hidden: Tensor, lm_head: Tensor) -> Tensor | None:
+        """Return the argmax [R] int64 of logits of hidden states [R, H], NOT_FINITE where the best is no number, by one
+        operator, or None."""
+        return None
 
     def context_into_kv(self, rows: ProjectedRows) -> None:
         """Apply RMSNorm and RoPE to each head of K of the draft's context, and write K and V of all layers at once."""

@@ -41,7 +41,10 @@ class ContextKv(nn.Module):
         The slots [T * layers] of `all_layers` are those of `KvPool.slots_in_all_layers`. A number that is not finite
         becomes 0, so a bad feature costs acceptance, and leaves nothing on pages that other sequences get.
         """
-        backend = self._backend
+        backend, eps = self._backend, self._eps
+        of = self.fc, self.hidden_norm, self.kv, self.kv_bias, self.k_norm, eps
+        if backend.write_context(features, *of, rotation, all_layers, slot_mapping):
+            return
         context = backend.rms_norm(backend.linear(features, self.fc), self.hidden_norm, self._eps)
         context = context.nan_to_num(0.0, 0.0, 0.0)
         kv = backend.linear(context, self.kv, self.kv_bias).view(-1, *self._heads)

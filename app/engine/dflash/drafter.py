@@ -1,7 +1,5 @@
 """One forward of the draft model proposes a whole block per sequence."""
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from app.engine.device.base import AttentionMetadata, Backend, Rotation
@@ -17,10 +15,7 @@ class DFlashDrafter:
     """Blocks of an anchor and masks over the context KV, each layer under its mask (DFlash, arXiv 2602.06036).
 
     Row k of a block predicts the k-th token after the anchor, or the next one if `first_draft_row` is 0.
-    `context_step`, if it was compiled, writes context KV in the place of operators.
     """
-
-    context_step: Callable[[Tensor, Tensor, Tensor], object] | None = None
 
     def __init__(
         self, model: DFlashModel, pool: KvPool, rotary: RotaryTable, sampler: Sampler, backend: Backend
@@ -57,8 +52,5 @@ class DFlashDrafter:
 
         `rotation` is that of the draft's RoPE at these positions, or None to look it up.
         """
-        if self.context_step:
-            self.context_step(features, positions, slot_mapping)
-            return
         slots = self.pool.slots_in_all_layers(slot_mapping)
         self.context.write(features, rotation or self.rotary.at(positions), self.pool.all_layers, slots)

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from app.engine.checkpoint.shapes import DFlashConfig
 from app.engine.comm.comm import ALONE, Comm
-from app.engine.device.base import Backend
+from app.engine.device.base import Backend, Decode
 from app.engine.errors import UnsupportedError
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import DecoderLayer, StepRows, add_norm, frozen, tied_head
@@ -20,6 +20,9 @@ class DFlashModel(nn.Module):
     `target_ids` [Vd] int32 are the target's tokens of the draft's, or None if both have one vocabulary.
     Ranks of `layers_comm` share the layers and ranks of `comm` the lm_head, like those of the target.
     """
+
+    whole: Decode | None = None
+    """Operator for all layers and the final norm, if the device has one."""
 
     def __init__(
         self,
@@ -67,6 +70,9 @@ class DFlashModel(nn.Module):
 
         Attention reads the context's K and V in the pool. The block's own are written past it, where the context grows.
         """
+        of_rows = rows.rotation, rows.slot_mapping, rows.groups
+        if self.whole and (found := self.whole(embedded, *of_rows, pool.all_layers)):
+            return found[0]
         hidden, residual = embedded, None
         for layer, kv in zip(self.layers, pool.layers, strict=True):
             hidden, residual = layer.forward(*layer.enter(hidden, residual), rows, kv)

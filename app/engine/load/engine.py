@@ -13,8 +13,6 @@ from app.engine.checkpoint.draft import refuse_foreign_tensors
 from app.engine.checkpoint.read import read_checkpoints
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.comm.comm import ALONE, Comm
-from app.engine.compile.backend import TracedBackend
-from app.engine.compile.packages import Shapes, traced_config, use_compiled
 from app.engine.core import EngineCore
 from app.engine.device.base import Backend
 from app.engine.device.factory import found_device, make_backend
@@ -29,6 +27,7 @@ from app.engine.load.memory import bytes_per_token, check_weights, kv_bytes, mak
 from app.engine.load.plan import Plan, Sizes, make_plan, name_of
 from app.engine.load.refusals import Facts, check
 from app.engine.models.kv_pool import KvPool
+from app.engine.models.layers import Attention
 from app.engine.models.rope import RotaryTable
 from app.engine.models.state_pool import StatePool
 from app.engine.models.target import Target
@@ -46,7 +45,7 @@ from app.messages import Request
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total): stage "compiling for this CPU, once" in sources, "target" and "draft" in bytes,
-"graphs" in graphs, "compile" in functions, "warm-up" in steps, "timing steps" in seconds."""
+"graphs" in graphs, "warm-up" in steps, "timing steps" in seconds."""
 
 
 class Rank(NamedTuple):
@@ -62,8 +61,7 @@ Join = Callable[[Backend], Rank]
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A loaded engine and its settled sizes. `states` are those of a hybrid. Forwards are to be compiled if it
-    `compiles`."""
+    """A loaded engine and its settled sizes. `states` are those of a hybrid."""
 
     core: EngineCore
     sizes: Sizes
@@ -72,17 +70,6 @@ class Engine:
     target: DecoderConfig
     draft: DFlashConfig | None
     states: StatePool | None
-    compiles: bool
-
-    @property
-    def can_be_compiled(self) -> bool:
-        """Return True if forwards run by operators that could be compiled functions."""
-        return self.compiles and self.core.runner.forward.compiled is None
-
-    @property
-    def forwards(self) -> str:
-        """Return how the forwards run, for people."""
-        return "compiled" if self.core.runner.forward.compiled else "by operators"
 
 
 def build_engine(
@@ -143,8 +130,6 @@ def _load(
     sizes, num_pages = settle_pages(config, plan.sizes, kv, token_bytes)
     plan = replace(plan, sizes=sizes, num_pages=num_pages)
     runner = runner_over(plan, num_pages, tell, partial(on_progress, "graphs"))
-    if plan.compiles and not runner.graphs:
-        use_compiled(runner, config, partial(traced_forward, config, open_weights), partial(on_progress, "compile"))
     return runner, plan
 
 
@@ -161,12 +146,28 @@ def _read_weights(
     family, target_layer_ids = target_class(plan.target.model_type), shape.target_layer_ids if shape else ()
     target = family(plan.target, stored, backend, target_layer_ids, comm)
     stored.close()
+    use_operator(target, plan.target, backend, comm, target_layer_ids)
     if shape is None or of_draft is None:
         return target, None
     shared = target.embedding, target.lm_head, comm, ALONE if plan.whole_draft else comm
     draft = DFlashModel(shape, of_draft, backend, *shared)
     of_draft.close()
+    use_operator(draft, shape.decoder, backend, comm)
     return target, draft
+
+
+def use_operator(
+    model: Target | DFlashModel, config: DecoderConfig, backend: Backend, comm: Comm, taps: tuple[int, ...] = ()
+) -> None:
+    """Let one operator run the model's layers if all are dense, on one rank, and the device has one."""
+    layers = []
+    for layer in model.layers:
+        own = layer.attention
+        if type(own) is not Attention or layer.mixture or comm.size > 1:
+            return
+        of_attention = own.qkv, own.qkv_bias, own.q_norm, own.k_norm, own.sinks, own.o, own.o_bias
+        layers.append((layer.input_norm, *of_attention, layer.post_attention_norm, layer.gate_up, layer.down))
+    model.whole = backend.decoder(layers, model.norm, config, taps)
 
 
 def _runner(
@@ -207,12 +208,6 @@ def _runner(
     return ModelRunner(forward, backend, counts, layout, pools, graphs, tell)
 
 
-def traced_forward(config: EngineConfig, open_weights: OpenWeights = SafetensorsWeights) -> Forward:
-    """Return a forward over shapes of weights, which torch.export can trace. No weights are read."""
-    own = traced_config(config), TracedBackend(torch.device("cpu"))
-    return _load(*own, lambda *_: None, lambda *folder: Shapes(open_weights(*folder)), lambda _: Rank())[0].forward
-
-
 def _warm(runner: ModelRunner, plan: Plan, on_progress: Progress) -> Engine:
     """Run a request, time steps if their costs decide, and return the engine."""
     config, sizes, backend, states = plan.config, plan.sizes, runner.backend, runner.pools[0].states
@@ -249,4 +244,4 @@ def _warm(runner: ModelRunner, plan: Plan, on_progress: Progress) -> Engine:
     if config.cache_events:
         serving.scheduler.pool.events = CacheEvents()
     shapes = plan.target, plan.draft, states
-    return Engine(serving, sizes, str(backend.device), name_of(plan.dtype), *shapes, plan.compiles)
+    return Engine(serving, sizes, str(backend.device), name_of(plan.dtype), *shapes)

@@ -7,7 +7,6 @@ import torch
 
 from app.config.engine import EngineConfig
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
-from app.engine.compile.packages import is_compiled
 from app.engine.device.base import Backend, Defaults
 from app.engine.errors import UnsupportedError
 from app.engine.load.refusals import Facts, check
@@ -56,7 +55,6 @@ class Plan:
     dtype: torch.dtype
     sizes: Sizes
     graph_sizes: GraphSizes | None
-    compiles: bool
     sharing: int = 1
     num_pages: int = 0
 
@@ -87,14 +85,13 @@ def make_plan(config: EngineConfig, models: tuple[DecoderConfig, DFlashConfig | 
     target, draft = models
     dtype = dtype_of(config, target, backend)
     check(Facts(config, target, draft, name_of(dtype)))
-    compiles = is_compiled(config, backend, target, dtype)
     block_size = draft.block_size if draft else 1
     sizes = settle_sizes(config, block_size, target.max_position_embeddings, backend.defaults)
     graph_sizes = _graph_sizes(config, sizes, backend)
     if graph_sizes:
         sizes = replace(sizes, scratch_pages=-(-graph_sizes.max_rows // sizes.page_size))
     sharing = config.tensor_parallel_size if backend.memory_is_host else 1
-    return Plan(config, target, draft, dtype, sizes, graph_sizes, compiles, sharing)
+    return Plan(config, target, draft, dtype, sizes, graph_sizes, sharing)
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -108,9 +105,7 @@ def dtype_of(config: EngineConfig, target: DecoderConfig, backend: Backend) -> t
     own, default = _DTYPES.get(target.dtype, torch.float32), backend.defaults.dtype
     is_narrow, moe = own.itemsize < default.itemsize, target.moe
     inner = moe.num_experts * moe.intermediate_size if moe else target.intermediate_size
-    wants_float32 = config.compile is True and is_narrow
-    reason = "--compile is for float32" if wants_float32 else backend.why_not(own, 2 * inner * target.hidden_size)
-    if reason:
+    if reason := backend.why_not(own, 2 * inner * target.hidden_size):
         half = f"; --dtype {name_of(own)} takes half the memory" if is_narrow else ""
         logger.info("dtype %s, not the checkpoint's %s: %s%s", name_of(default), name_of(own), reason, half)
         return default

@@ -65,18 +65,6 @@ def _divided(decoder: DecoderConfig, vocab_size: int) -> list[tuple[str, int]]:
 
 REFUSALS = (
     Refusal(
-        "--compile",
-        "a GPU or an NPU",
-        lambda facts: facts.config.compile is True and facts.kind in ("cuda", "npu"),
-        "it is for CPUs, and --device {kind} captures graphs instead; leave it out",
-    ),
-    Refusal(
-        "--batch-invariant",
-        "`--compile`",
-        lambda facts: facts.config.batch_invariant and facts.config.compile is True,
-        "--compile has g++ choose the order of sums; leave one of the two out",
-    ),
-    Refusal(
         "--batch-invariant",
         "an NPU",
         lambda facts: facts.config.batch_invariant and facts.kind == "npu",

@@ -58,7 +58,7 @@ class Attention(nn.Module):
         self.sinks = None if sinks is None else frozen(backend.pack_sinks(sinks))
         self.q_norm = norm("q_norm") if config.qk_norm else None
         self.k_norm = norm("k_norm") if config.qk_norm else None
-        self._mask = config.masks[layer.index]
+        self.mask = config.masks[layer.index]
         self._q_size = q_size
         self._head_dim = dim
         self._eps = config.rms_norm_eps
@@ -86,7 +86,7 @@ class Attention(nn.Module):
         q = backend.qkv_into_kv(ProjectedRows(qkv, *norms, self._eps, rows.rotation, kv, rows.slot_mapping))
         parts = q.split_with_sizes([sum(meta.query_lens) for meta in rows.groups])
         groups = zip(parts, rows.groups, strict=True)
-        o = [backend.attention(part, kv, meta, self._mask, self.sinks) for part, meta in groups]
+        o = [backend.attention(part, kv, meta, self.mask, self.sinks) for part, meta in groups]
         return (o[0] if len(o) == 1 else torch.cat(o)).flatten(1)
 
 
@@ -97,7 +97,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         config, moe = layer.config, layer.config.moe_of(layer.index)
         self.attention = self.make_attention(layer)
-        self._mixture = (moe, load_experts(layer, moe)) if moe else None
+        self.mixture = (moe, load_experts(layer, moe)) if moe else None
         if moe is None:
             self.gate_up, self.down = load_mlp(layer, "mlp", config.intermediate_size)
         self.input_norm = frozen(layer.get("input_layernorm.weight", config.hidden_size))
@@ -122,8 +122,8 @@ class DecoderLayer(nn.Module):
 
     def feed_forward(self, normed: Tensor) -> Tensor:
         """Return the output of the MLP or the experts [T, H], which is a part of a sum if ranks share them."""
-        if self._mixture is not None:
-            moe, experts = self._mixture
+        if self.mixture is not None:
+            moe, experts = self.mixture
             return self._backend.moe(normed, experts, moe)
         return self._backend.gated_mlp(normed, self.gate_up, self.down)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.comm.comm import ALONE, Comm
-from app.engine.device.base import Backend
+from app.engine.device.base import Backend, Decode
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import DecoderLayer, StepRows, add_norm, frozen, tied_head
 from app.engine.models.weights import ExpertLayout, LayerSource, Weights, own_part
@@ -28,6 +28,9 @@ class Target(nn.Module):
     def adapt(cls, weights: Weights, config: DecoderConfig) -> Weights:
         """Return the checkpoint's weights under the names and with the meaning that the shared layers expect."""
         return weights
+
+    whole: Decode | None = None
+    """Operator for all layers and the final norm, if the device has one."""
 
     def __init__(
         self,
@@ -66,6 +69,9 @@ class Target(nn.Module):
         The features are None without `target_layer_ids`.
         """
         hidden, residual, features = F.embedding(token_ids, self.embedding), None, []
+        of_rows = rows.rotation, rows.slot_mapping, rows.groups
+        if self.whole and (found := self.whole(hidden, *of_rows, pool.all_layers)):
+            return found
         for i, (layer, kv) in enumerate(zip(self.layers, pool.layers, strict=True)):
             normed, residual = layer.enter(hidden, residual)
             if i - 1 in self.target_layer_ids:

@@ -33,12 +33,6 @@ _TOKEN_SALT = 0x85EBCA6B
 Draws = Sequence[SamplingMetadata[Tensor]]
 
 
-def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (the argmax [R] int64 of logits [R, V], a mask [R] bool of rows whose best logit is NaN or infinite)."""
-    best, choice = logits.max(dim=-1)  # NaN is larger than every number
-    return choice, (best - best).ne(0)
-
-
 def on_device(
     kinds: list[SamplingMetadata[Array]], drafts: Tensor | None, counts: TokenCounts, backend: Backend
 ) -> Draws:
@@ -52,11 +46,17 @@ def on_device(
     return draws
 
 
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (the argmax [R] int64 of logits [R, V], a mask [R] bool of rows whose best logit is NaN or infinite)."""
+    best, choice = logits.max(dim=-1)  # NaN is larger than every number
+    return choice, (best - best).ne(0)
+
+
 class Sampler:
     """Choices of the target, and proposals of the draft, made from hidden states in chunks of rows."""
 
     def __init__(self, vocab_size: int, backend: Backend) -> None:
-        self._backend = backend
+        self._backend, self._choose = backend, backend.choose
         self.max_rows = max(1, LOGITS_CHUNK_BYTES // (4 * vocab_size))
         """Rows whose logits are made at once."""
         greedy_rows = max(1, GREEDY_CHUNK_BYTES // (4 * vocab_size))
@@ -72,6 +72,9 @@ class Sampler:
         chunks = []
         max_rows = self.max_rows if draws else self._max_greedy_rows
         for i, part in enumerate(torch.split(hidden, max_rows)):
+            if not draws and (chosen := self._choose(part, lm_head)) is not None:
+                chunks.append(chosen)
+                continue
             logits = self._backend.logits(part, lm_head)
             choice, is_lost = self._greedy(logits)
             size = 1 if self._backend.batch_invariant else max_rows  # sums of other shapes have other orders
@@ -84,6 +87,8 @@ class Sampler:
 
     def propose(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
         """Return the argmax [R] int64 for hidden states [R, H]; a row that is not finite gets any token."""
+        if (chosen := self._choose(hidden, lm_head)) is not None:
+            return chosen.clamp_(min=0)
         parts = torch.split(hidden, self._max_greedy_rows)
         chunks = [self._best(self._backend.logits(part, lm_head)) for part in parts]
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)

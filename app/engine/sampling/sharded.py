@@ -18,7 +18,7 @@ class ShardedSampler(Sampler):
 
     def __init__(self, vocab_size: int, backend: Backend, comm: Comm) -> None:
         super().__init__(vocab_size, backend)
-        self._comm = comm
+        self._comm, self._choose = comm, lambda *_: None
 
     def _greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return `greedy` of all ranks' logits, for the rank's own [R, V / size]."""

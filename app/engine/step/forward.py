@@ -2,7 +2,7 @@
 
 import weakref
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,12 +43,10 @@ TargetTensors = OnDevice[TargetInputs[Tensor]]
 class TargetOutput(NamedTuple):
     """Result of the target's layers: hidden states [R, H] of the logit rows, positions and slots [T].
 
-    `choices` [R] int64 are greedy ones that are already made. `features` [T, layers * H] are there with a draft.
-    `rotation` is the target's at these positions, if it was looked up.
+    `features` [T, layers * H] are there with a draft. `rotation` is the target's at these positions.
     """
 
     hidden: Tensor
-    choices: Tensor | None
     features: Tensor | None
     positions: Tensor
     slot_mapping: Tensor
@@ -67,8 +65,6 @@ class Forward:
     page_size: int
     max_rows: int
     drafter: DFlashDrafter | None
-    compiled: Any = None
-    """Runs `run_target`, and `draft` unless that returns None, in the place of operators: `--compile`."""
 
     def __post_init__(self) -> None:
         forward = weakref.proxy(self)  # a cycle would keep the KV pools of the profile run until some collection
@@ -103,8 +99,6 @@ class Forward:
     def draft(self, tensors: DraftTensors) -> Tensor:
         """Return drafts [D, w - first_draft_row], integers, of the tokens after each anchor, of blocks of w rows."""
         assert self.drafter is not None, "a batch with drafts came to a runner without a drafter"
-        if self.compiled and (drafts := self.compiled.draft(tensors)) is not None:
-            return cast(Tensor, drafts)
         inputs, (group,), (meta,) = tensors.inputs, tensors.inputs.groups, tensors.metas
         positions, slot_mapping = self._positions_and_slots(group, meta)
         return self.drafter.propose(inputs.request_ids, inputs.anchors, positions, slot_mapping, meta)
@@ -118,18 +112,14 @@ class Forward:
         if drafts is not None:
             token_ids = torch.cat((token_ids, drafts.flatten().to(torch.int32)))
             token_ids = token_ids.index_select(0, tensors.inputs.token_source)
-        out = self.run_target(token_ids, tensors, greedy=not draws)
+        out = self.run_target(token_ids, tensors)
         if self.drafter is not None and out.features is not None:
             rotation = out.rotation if self.drafter.rotary is self.rotary else None
             self.pending_context.add(out.features, out.positions, out.slot_mapping, rotation)
-        if out.choices is not None:
-            return out.hidden, out.choices
         return out.hidden, self.sampler.choose(out.hidden, self.target.lm_head, draws)
 
-    def run_target(self, token_ids: Tensor, tensors: TargetTensors, *, greedy: bool) -> TargetOutput:
-        """Run token ids [T] through the target's layers. If all choices are `greedy`, they may be made here."""
-        if self.compiled:
-            return cast(TargetOutput, self.compiled.run_target(token_ids, tensors, greedy=greedy))
+    def run_target(self, token_ids: Tensor, tensors: TargetTensors) -> TargetOutput:
+        """Run token ids [T] through the target's layers."""
         inputs, metas = tensors.inputs, tensors.metas
         parts = [self._positions_and_slots(*each) for each in zip(inputs.groups, metas, strict=True)]
         positions, slot_mapping = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
@@ -141,7 +131,7 @@ class Forward:
         hidden, features = self.target.forward(token_ids, rows, self.pool)
         if len(inputs.logits_indices) < len(token_ids):
             hidden = hidden[inputs.logits_indices]
-        return TargetOutput(hidden, None, features, positions, slot_mapping, rows.rotation)
+        return TargetOutput(hidden, features, positions, slot_mapping, rows.rotation)
 
     def verify(
         self, inputs: TargetInputs[Tensor], choices: Tensor, drafts: Tensor | None, out: Tensor | None = None

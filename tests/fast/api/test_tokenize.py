@@ -213,7 +213,7 @@ def test_the_facts_of_the_engine_and_of_its_draft_are_told_once_it_is_loaded(own
     named = {"model_path": "tiny", "served_model_name": "tiny", "tp_size": 1, "dp_size": 1}
     settings = {"--served-model-name": "['tiny', 'also-tiny']", "--reasoning-parser": "none"}
     assert found["settings"].items() >= settings.items() and "--port" not in found["settings"]
-    ours = {"forwards": "by operators", "version": version("dflash-server"), "settings": found["settings"]}
+    ours = {"version": version("dflash-server"), "settings": found["settings"]}
     assert found == own_server.script.info | named | ours
     assert found["draft_config"]["masks"].startswith("1 causal, window 2048")
 

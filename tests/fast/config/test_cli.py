@@ -13,7 +13,7 @@ import pytest
 from app import cli
 from app.config.aliases import PEER_FLAGS, PeerFlag
 from app.config.error import ConfigError
-from app.config.flags import THREE_WAYS, parse_flags, serve_parser
+from app.config.flags import parse_flags, serve_parser
 from app.config.settings import Config, flag_name
 from app.config.sources import SETTINGS, load_config
 from app.engine.checkpoint.files import DEMO
@@ -319,7 +319,6 @@ def test_a_reader_that_has_seen_enough_of_a_check_ends_it_without_a_word() -> No
         (["--num-speculative-tokens", "31"], "num_speculative_tokens 31 is outside 1..15"),
         (["--verify", "99"], "--verify 99: a block has 16 rows; give 1 to 16"),
         (["--tensor-parallel-size", "5"], "the target has 4 attention heads, which 5 does not divide"),
-        (["--batch-invariant", "--compile", "on"], "leave one of the two out"),
         (["--max-model-len", "1m"], "max_position_embeddings"),
     ],
 )
@@ -348,26 +347,25 @@ def test_every_setting_is_in_one_group_of_the_help() -> None:
     *groups, peers = serve_parser()._action_groups[2:]
     assert [group.title for group in groups][:2] == ["model", "speculative decoding"] and "vLLM" in str(peers.title)
     settings = [action.const for group in groups for action in group._group_actions]
-    assert sorted(settings) == sorted([*SETTINGS, *THREE_WAYS]), "--no-compile stands beside --compile"
+    assert sorted(settings) == sorted(SETTINGS)
     shown = serve_parser().format_help()
     assert all(f"{flag_name(name)}" in shown for name in SETTINGS)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "compile", "model"),
+    ("arguments", "model"),
     [
-        ("", "auto", "demo"),
-        ("--compile", True, "demo"),
-        ("--compile x", True, "x"),
-        ("--compile auto x", "auto", "x"),
-        ("x --compile off", False, "x"),
-        ("--compile --port 1", True, "demo"),
-        ("--no-compile x", False, "x"),
+        ("--compile", "demo"),
+        ("--compile x", "x"),
+        ("--compile auto x", "x"),
+        ("x --compile off", "x"),
+        ("--compile --port 1", "demo"),
+        ("--no-compile x", "x"),
+        ("-fa x", "x"),
     ],
 )
-def test_a_bare_flag_turns_compilation_on_and_takes_no_model(arguments: str, compile: bool | str, model: str) -> None:
-    config = load(*arguments.split())
-    assert (config.engine.compile, config.model) == (compile, model)
+def test_a_flag_that_sets_nothing_takes_no_model(arguments: str, model: str) -> None:
+    assert load(*arguments.split()).model == model
 
 
 @pytest.mark.parametrize(

@@ -167,13 +167,13 @@ def test_the_engine_process_reads_what_the_api_process_wrote_and_nothing_else(
 ) -> None:
     file = yaml_file(tmp_path, "port: 1\nmax_num_seqs: 1\nverify: 4")
     monkeypatch.setenv("DFLASH_SPECULATIVE_CONFIG", VLLM_CONFIG)
-    config = load_config([file, flag("kv_cache_memory", "2G"), flag("compile", "off")])
+    config = load_config([file, flag("kv_cache_memory", "2G")])
     line = encode_config(config.for_engine(Path("target"), None))
     Path(file.value).unlink()
     monkeypatch.setenv("DFLASH_MAX_NUM_SEQS", "99")
     monkeypatch.setenv("DFLASH_NO_SUCH_THING", "1")
     assert decode_config(line) == EngineConfig(
-        Path("target"), block_size=16, max_num_seqs=1, verify=4, kv_cache_memory=2**31, compile=False
+        Path("target"), block_size=16, max_num_seqs=1, verify=4, kv_cache_memory=2**31
     )
 
 

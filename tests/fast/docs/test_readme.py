@@ -16,7 +16,7 @@ FILES = {path.name: path for path in (ROOT / "README.md", *sorted((ROOT / "docs"
 PAGES = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
 README = PAGES["README.md"]
 OTHER_COMMANDS = {"--extra-index-url", "--base-url", "--device", "--json", "--publish", "--rm", "--stop-timeout"}
-OTHER_COMMANDS |= {"--volume", "--file", "--tag", "--compile", "--threads"}
+OTHER_COMMANDS |= {"--volume", "--file", "--tag", "--threads"}
 
 
 def markdown(*rows: tuple[str, ...]) -> str:

@@ -21,7 +21,7 @@ class Drafted:
 
 
 def drafted_by(core: EngineCore, requests: list[Request]) -> list[Drafted]:
-    """Run requests, and return all that was drafted: operator by operator, compiled or from graphs."""
+    """Run requests, and return all that was drafted: by layers, by one operator or from graphs."""
     seen: list[Drafted] = []
     runner, launch = core.runner, core.launch
     graphs, propose = getattr(runner, "graphs", None), runner.forward.draft

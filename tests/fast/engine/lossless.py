@@ -19,12 +19,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
 from app.config.engine import EngineConfig
 from app.engine.checkpoint.files import DEMO
+from app.engine.cpu.backend import CpuBackend
 from app.engine.load.engine import Engine, build_engine
 from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.messages import Request, StepOutput
@@ -200,12 +201,9 @@ class Case:
         """Return True if the values can be combined.
 
         A sequence alone is not preempted. On pages of 128 hardly a sequence ever needs another page, and no prompt
-        fills one, so the cache finds nothing. Steps overlap if no request samples or has penalties. Sizes of pages and
-        blocks are compiled in, so there are few of them.
+        fills one, so the cache finds nothing. Steps overlap if no request samples or has penalties.
         """
         if self.path == "overlap" and not (self.temperature == 0 and self.sampling in ("plain", "filters")):
-            return False
-        if self.path == "compiled" and not (self.page_size == 16 and self.block_size in (4, 16)):
             return False
         if self.page_size == 128:
             return not (self.preempted or self.cached)
@@ -220,10 +218,10 @@ class Case:
 
 
 PATHS = {
-    "eager": "operators one by one",
+    "eager": "each forward by one operator",
     "graphs": "decode steps padded to a few sizes and replayed, like on a device",
     "overlap": "the same where the next step is launched before a step is read, on a double of such a device",
-    "compiled": "what `--compile` has g++ make of the forwards, with pages of 16 and blocks of 4 or 16 rows",
+    "layers": "operators one by one, like steps of many rows",
 }
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "concurrency": (1, 4, 16),
@@ -387,7 +385,7 @@ class Subject:
             return self._engine(case, block, pages + scratch if case.preempted else None)
 
     def _engine(self, case: Case, block: int, kv_pages: int | None) -> Engine:
-        return make_engine(
+        engine = make_engine(
             self.target,
             None if case.speculation == "off" else self.draft,
             block_size=None if case.speculation == "off" else block,
@@ -397,10 +395,12 @@ class Subject:
             max_num_batched_tokens=max(13, case.concurrency * block) if case.chunked else None,
             kv_pages=kv_pages,
             enforce_eager=not case.from_graphs,
-            compile=case.path == "compiled",
             prefix_caching=case.cached,
             **self.wishes,
         )
+        if case.path == "layers":
+            cast(CpuBackend, engine.core.runner.backend).use_own(0)
+        return engine
 
     def run(self, case: Case, on_step: Callable[[StepOutput], None] = lambda _: None) -> Run:
         return run_engine(self.engine(case), self.requests(case), on_step)

@@ -1,17 +1,21 @@
 """--batch-invariant on a CPU: a row's bits depend on its own sequence alone. Refusals name what cannot keep that."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from app.engine.cpu import invariant
+from app.config.engine import EngineConfig
+from app.engine.cpu import linear
 from app.engine.cpu.invariant import InvariantCpuBackend
 from app.engine.device.base import AttentionMask
 from app.engine.device.factory import make_backend
 from app.engine.errors import UnsupportedError
+from app.engine.load.engine import build_engine
 from tests.fast.engine.paged import attended
+from tests.fast.engine.pairs import make_pair
 
 COUNTS = (1, 3, 16, 64, 512)
 HIDDEN = 96
@@ -41,23 +45,18 @@ def differing(run: Any, row: Tensor) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_has_the_same_bits_among_any_others(backend: InvariantCpuBackend, dtype: torch.dtype) -> None:
+def test_a_product_has_the_same_bits_among_any_others(backend: InvariantCpuBackend, dtype: torch.dtype) -> None:
     x, weight, bias = normal(HIDDEN, dtype=dtype), normal(101, HIDDEN, dtype=dtype), normal(101, dtype=dtype)
-    gate_up, down, norm = (normal(*s, dtype=dtype) for s in ((2 * 130, HIDDEN), (HIDDEN, 130), (HIDDEN,)))
     assert not differing(lambda rows: backend.linear(rows, weight), x)
     assert not differing(lambda rows: backend.linear(rows, weight, bias), x)
-    assert not differing(lambda rows: backend.gated_mlp(rows, gate_up, down), x)
-    assert not differing(lambda rows: backend.rms_norm(rows, norm, 1e-6), x)
-    assert not differing(lambda rows: backend.add_rms_norm(rows, rows + 1, norm, 1e-6)[0], x)
-    heads = x.view(4, -1)  # a view of wider rows, as q and k are
-    assert not differing(lambda rows: backend.rms_norm(rows[:, 1:3], norm[:24], 1e-6), heads)
+    assert not differing(lambda rows: backend.logits(rows, weight), x)
 
 
-def test_the_usual_backend_does_not_promise_that() -> None:
+def test_pytorchs_products_do_not_promise_that() -> None:
     """In fp32 a product of one row is a matrix by a vector, so the comparison above can fail."""
-    usual, x, weight = make_backend("cpu"), normal(1024), normal(512, 1024)
-    packed = usual.pack_weight(weight)
-    assert differing(lambda rows: usual.linear(rows, packed), x) and not usual.batch_invariant
+    x, weight = normal(1024), normal(512, 1024)
+    assert differing(lambda rows: torch.nn.functional.linear(rows, weight), x)
+    assert not make_backend("cpu").batch_invariant
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -84,15 +83,11 @@ def test_a_row_attends_alike_alone_in_a_block_and_with_its_prompt(backend, dtype
     torch.testing.assert_close(alone, attended(usual, [(own, 600, 601)], mask, garbage=6.0)[0], atol=1e-2, rtol=1e-2)
 
 
-def test_a_processor_whose_products_depend_on_the_place_is_refused(backend, monkeypatch):
-    linear = invariant.F.linear
-
-    def placed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        y = linear(x, weight, bias)
-        y[-1] += 1e-3
-        return y
-
-    backend.pack_weight(normal(6, HIDDEN))
-    monkeypatch.setattr(invariant.F, "linear", placed)
-    with pytest.raises(UnsupportedError, match="this processor's product of 16 rows by a weight of 7 x 96"):
-        backend.pack_weight(normal(7, HIDDEN))
+def test_without_a_compiler_or_in_float16_it_is_refused(tmp_path, monkeypatch):
+    pair = make_pair(tmp_path)
+    config = EngineConfig(pair.target, None, device="cpu", batch_invariant=True, dtype="float16")
+    with pytest.raises(UnsupportedError, match="--batch-invariant on a CPU needs g"):
+        build_engine(config)
+    monkeypatch.setattr(linear, "_operator", lambda: None)
+    with pytest.raises(UnsupportedError, match="--batch-invariant on a CPU needs g"):
+        build_engine(replace(config, dtype="float32"))

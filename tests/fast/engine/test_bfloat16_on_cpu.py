@@ -77,13 +77,6 @@ def test_without_one_of_the_facts_it_becomes_float32_and_the_log_says_why(monkey
     assert "--dtype bfloat16 takes half the memory" in told
 
 
-@pytest.mark.parametrize("wish", ["compile", "batch_invariant"])
-def test_paths_that_were_not_measured_in_bfloat16_keep_float32(monkeypatch, wish):
-    facts(monkeypatch)
-    assert chosen("bfloat16", **{wish: True}) == "float32"
-    assert chosen("bfloat16", **{wish: True}, dtype="bfloat16") == "bfloat16", "what was asked for is taken, or refused"
-
-
 def test_float32_and_float16_become_float32(monkeypatch):
     facts(monkeypatch)
     assert chosen("float32") == chosen("float16") == chosen("bfloat16", dtype="float32") == "float32"

@@ -170,11 +170,9 @@ def test_a_token_whose_score_is_far_below_the_largest_counts_for_nothing(gap):
     torch.testing.assert_close(found.double(), batch.expected, atol=1e-5, rtol=1e-5)
 
 
-def test_its_shape_is_known_without_numbers_and_wrong_tensors_are_refused():
+def test_wrong_tensors_are_refused():
     batch = batch_of([3], [20])
     q, kv = batch.q, batch.kv
-    fake = attention.attention(q.to("meta"), LayerKv(kv.k.to("meta"), kv.v.to("meta")), batch.meta, CAUSAL, None)
-    assert fake.shape == q.shape and fake.device.type == "meta"
     wrong = [
         (q.double(), kv, batch.meta),
         (q.bfloat16(), kv, batch.meta),

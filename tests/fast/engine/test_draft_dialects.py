@@ -3,14 +3,13 @@
 import json
 import logging
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 
 from app.engine.checkpoint.draft import draft_config
 from app.engine.checkpoint.families import target_config
-from app.engine.compile.aot import Function, _Step
 from app.engine.dflash.startup_log import report
 from app.engine.load.engine import Engine
 from tests.costs import fast_ones
@@ -57,23 +56,6 @@ def test_drafts_from_graphs_are_the_references(tmp_path):
     assert share_of_right_drafts(drafted_by(engine.core, requests_about_the_window(3, 14)), pair) == 1.0
 
 
-class Uncompiled:
-    """Function that `--compile` would hand to inductor, as it is, with the weights and pools of the engine."""
-
-    traced: ClassVar[dict[str, Function]] = {}
-
-    def __init__(self, function: Function) -> None:
-        twin = self.traced[function.name]
-        self._step = _Step(twin.function, twin.model)
-        self._weights = {f"model.{name}": weight for name, weight in function.model.named_parameters()}
-        self._pools = list(function.pools)
-        self.was_called = False
-
-    def __call__(self, *arguments: torch.Tensor) -> Any:
-        self.was_called = True
-        return torch.func.functional_call(self._step, self._weights, (self._pools, *arguments))
-
-
 @pytest.mark.parametrize("graphs", [False, True])
 def test_every_row_drafts_if_the_anchors_row_does(tmp_path, graphs: bool):
     pair = DIALECTS["sample from anchor"].make(tmp_path)
@@ -85,16 +67,11 @@ def test_every_row_drafts_if_the_anchors_row_does(tmp_path, graphs: bool):
 
 
 @pytest.mark.parametrize("name", ["speculators", "sliding and not causal, by is_causal", "sample from anchor"])
-def test_the_python_that_is_compiled_drafts_the_same(tmp_path, monkeypatch, name: str):
-    monkeypatch.setattr(Function, "compile", lambda self, folder: Uncompiled.traced.update({self.name: self}))
-    monkeypatch.setattr(Function, "load", lambda self, folder: Uncompiled(self))
-    monkeypatch.setattr("app.engine.compile.packages.why_not", lambda: "")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_layers_one_by_one_draft_the_same(tmp_path, name: str):
     pair = DIALECTS[name].make(tmp_path)
-    engine = engine_of(pair, compile=True)
-    blocks = drafted_by(engine.core, requests_about_the_window(2, 10))
-    assert engine.core.runner.forward.compiled.draft_step.was_called
-    assert share_of_right_drafts(blocks, pair) == 1.0
+    engine = engine_of(pair)
+    engine.core.runner.backend.use_own(0)
+    assert share_of_right_drafts(drafted_by(engine.core, requests_about_the_window(2, 10)), pair) == 1.0
 
 
 @pytest.mark.parametrize("name", ["one sliding layer, causal inside the block", "sliding and not causal, by is_causal"])

@@ -118,8 +118,3 @@ def test_sinks_left_out_are_a_missing_tensor(tmp_path: Path) -> None:
     save_file({name: x for name, x in load_file(file).items() if "layers.1.self_attn.sinks" not in name}, file)
     with pytest.raises(UnsupportedError, match=r"layers\.1\.self_attn\.sinks is missing"):
         make_engine(pair.target, max_model_len=64)
-
-
-def test_compile_refuses_it_by_name(pair: Pair) -> None:
-    with pytest.raises(UnsupportedError, match="--compile: a target with experts"):
-        make_engine(pair.target, max_model_len=64, compile=True)

@@ -450,8 +450,6 @@ def test_without_layer_types_every_fourth_layer_has_attention_and_a_quarter_of_i
     assert config.rope.dim == config.head_dim // 4
 
 
-def test_compile_and_float16_are_refused_by_name(pair: Pair) -> None:
-    with pytest.raises(UnsupportedError, match="--compile: a target with recurrent layers"):
-        make_engine(pair.target, None, compile=True)
+def test_float16_is_refused_by_name(pair: Pair) -> None:
     with pytest.raises(UnsupportedError, match="--dtype float16: a target with recurrent layers"):
         make_engine(pair.target, None, dtype="float16")

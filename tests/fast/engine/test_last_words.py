@@ -60,7 +60,7 @@ def ended_by(message: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Fatal, str]
     scheduler = Scheduler(pool, max_num_seqs=1, max_num_batched_tokens=8, max_model_len=8, block_size=1)
     scheduler.add(Request("r", [1, 2], max_tokens=2))
     runner = SimpleNamespace(backend=backend, layout=Layout(page_size=4), launch=launch, is_fatal=lambda error: True)
-    engine = SimpleNamespace(core=EngineCore(scheduler, runner), can_be_compiled=False)
+    engine = SimpleNamespace(core=EngineCore(scheduler, runner))
     monkeypatch.setattr(process, "Link", StandInLink)
     monkeypatch.setattr(process, "leave_with_parent", lambda: None)
     monkeypatch.setattr(process, "decode_config", lambda line: EngineConfig(Path("target")))

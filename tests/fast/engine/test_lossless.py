@@ -13,7 +13,6 @@ from tests.fast.engine import lossless
 from tests.fast.engine.lossless import (
     LUCKY_PROMPTS,
     MARGIN,
-    PATHS,
     PLAIN_CASES,
     TEMPERATURES,
     Case,
@@ -28,8 +27,7 @@ from tests.fast.engine.lossless import (
 )
 from tests.golden.transformers import golden
 
-PATHS_HERE = tuple(path for path in PATHS if path != "compiled")
-CASES = [case for seed in (1, 2) for case in covering_cases(1, seed, path=PATHS_HERE)]
+CASES = [case for seed in (1, 2) for case in covering_cases(1, seed)]
 CASES += [Case(concurrency=4, temperature=None, speculation="capped")]
 """The last has a whole block, so that its caps on drafts hold something back."""
 

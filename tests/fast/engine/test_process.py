@@ -177,9 +177,7 @@ def test_every_field_of_a_request_and_of_a_step_comes_over_the_border_as_it_left
 @contextlib.contextmanager
 def ready(parent: Parent, pair: Pair, stderr: Any = subprocess.DEVNULL, **settings: Any) -> Iterator[Any]:
     """Yield an engine's process that is ready."""
-    config = EngineConfig(
-        pair.target, pair.draft, device="cpu", max_num_seqs=4, **UNTIMED | {"compile": False} | settings
-    )
+    config = EngineConfig(pair.target, pair.draft, device="cpu", max_num_seqs=4, **UNTIMED | settings)
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "app.engine.process", *parent.addresses],
         stdin=subprocess.PIPE,

@@ -13,8 +13,6 @@ from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.pairs import make_pair
 
 EXAMPLES: list[tuple[str, dict[str, Any]]] = [  # a target and wishes for each row of the table
-    ("dense", {"compile": True, "device": "cuda"}),
-    ("dense", {"batch_invariant": True, "compile": True}),
     ("dense", {"batch_invariant": True, "device": "npu"}),
     ("dense", {"batch_invariant": True, "tensor_parallel_size": 2}),
     ("experts", {"batch_invariant": True}),
@@ -49,4 +47,4 @@ def test_a_combination_is_refused_by_name_before_weights_are_read(row, example, 
 
 def test_the_defaults_are_refused_nowhere() -> None:
     for kind in ("cpu", "cuda", "npu"):
-        check(Facts(EngineConfig(Path("target"), device=kind, compile=False)))
+        check(Facts(EngineConfig(Path("target"), device=kind)))

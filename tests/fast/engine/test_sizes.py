@@ -179,7 +179,7 @@ def test_kv_memory_that_does_not_fit_says_what_would(pair: Pair) -> None:
 
 @pytest.mark.parametrize(("dtype", "warned"), [("float16", 1), ("float32", 0)])
 def test_a_dtype_that_is_slow_on_a_cpu_is_warned_of_once(pair, dtype, warned, caplog):
-    build_engine(EngineConfig(pair.target, pair.draft, device="cpu", dtype=dtype, verify="full", compile=False))
+    build_engine(EngineConfig(pair.target, pair.draft, device="cpu", dtype=dtype, verify="full"))
     assert [record.levelname for record in caplog.records if "float16 is slow" in record.message] == [
         "WARNING"
     ] * warned

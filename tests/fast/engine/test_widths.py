@@ -29,7 +29,7 @@ from tests.fast.engine.steady import steady_costs
 
 def engine(verify: str | int, **config: Any) -> EngineCore:
     wishes = {"target": DEMO / "target", "draft": DEMO / "draft", "device": "cpu", "max_num_seqs": 8}
-    return build_engine(EngineConfig(verify=verify, **{"compile": False} | wishes | config)).core
+    return build_engine(EngineConfig(verify=verify, **wishes | config)).core
 
 
 def requests() -> list[Request]:
@@ -173,8 +173,6 @@ def test_the_policy_of_blocks_that_are_narrower_than_a_probe_starts_with_graphs(
     monkeypatch.setattr(costs, "MAX_SECONDS", 0.3)
     pair = make_pair(tmp_path, block_size=block_size)
     config = {"target": pair.target, "draft": pair.draft, "page_size": 8, "max_num_batched_tokens": 64}
-    built = build_engine(
-        EngineConfig(device="cpu", max_num_seqs=2, enforce_eager=False, verify="auto", **{"compile": False} | config)
-    )
+    built = build_engine(EngineConfig(device="cpu", max_num_seqs=2, enforce_eager=False, verify="auto", **config))
     request = Request("r", (1, 2, 3), 12)
     assert len(built.core.run([request])["r"]) == 12

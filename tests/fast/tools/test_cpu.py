@@ -25,7 +25,7 @@ def test_transformers_answers_as_many_tokens_as_the_engine():
 @pytest.mark.parametrize(("speeds", "said"), [([300.0] * 6, "met"), ([200.0] * 6, "missed")])
 def test_a_row_says_what_was_aimed_at_and_whether_it_was_reached(speeds, said):
     claims = [Claim("full", "plain", 2.5)]
-    rows = cpu.rows_of(4, Comparison({"plain": [100.0] * 6, "full": speeds}, claims), {"plain": 150.0})
+    rows = cpu.rows_of(4, Comparison({"plain": [100.0] * 6, "full": speeds}, claims))
     plain, full = rows
-    assert plain["floor tok/s"] == "150" and plain["verdict"] == "-" and full["floor tok/s"] == "-"
+    assert plain["verdict"] == "-" == plain["as fast as"]
     assert full["verdict"] == said and "of plain, aim 2.5" in full["as fast as"] and full["tok/s"] == f"{speeds[0]:.0f}"

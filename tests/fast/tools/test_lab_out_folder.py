@@ -15,9 +15,8 @@ SPEEDS = {"plain": [100.0, 110.0], "k=1": [99.0, 108.0], "full": [250.0, 240.0],
 
 def rows_of_cpu(*_: object) -> list[dict[str, object]]:
     ways = {name: SPEEDS[name] for name in cpu.WAYS}
-    floors = dict.fromkeys(cpu.WAYS, 500.0)
     alone = Comparison(ways | {cpu.TRANSFORMERS: [50.0, 51.0]}, cpu.CLAIMS[1])
-    return cpu.rows_of(1, alone, floors) + cpu.rows_of(4, Comparison(ways, cpu.CLAIMS[4]), floors)
+    return cpu.rows_of(1, alone) + cpu.rows_of(4, Comparison(ways, cpu.CLAIMS[4]))
 
 
 def rows_of_widths(*_: object) -> list[dict[str, object]]:

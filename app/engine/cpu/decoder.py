@@ -1,0 +1,52 @@
+"""A whole forward of a dense decoder by one operator (decoder.cpp)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from app.engine.checkpoint.shapes import DecoderConfig
+from app.engine.cpu import linear
+from app.engine.device.base import AttentionMetadata, LayerKv, Rotation
+
+_UNBOUNDED = (1 << 31) - 1
+"""A window of a layer without one."""
+
+
+_NORMS = (0, 3, 4, 8)
+"""Places of the norms in a layer, which the operator reads in fp32."""
+
+Layer = tuple[Tensor | None, ...]
+
+
+class Decoder:
+    """`device.base.Decode` of layers whose weights are row by row in memory."""
+
+    def __init__(self, layers: Sequence[Layer], norm: Tensor, config: DecoderConfig, taps: tuple[int, ...]) -> None:
+        self._kept = [
+            [None if w is None else w.float() if w.ndim == 1 and i in _NORMS else w for i, w in enumerate(layer)]
+            for layer in layers
+        ]
+        table = []
+        for i, (layer, mask) in enumerate(zip(self._kept, config.masks, strict=True)):
+            addresses = [0 if weight is None else weight.data_ptr() for weight in layer]
+            table.append([*addresses, mask.window or _UNBOUNDED, mask.causal, taps.index(i) if i in taps else -1])
+        self._layers, self._norm = torch.tensor(table), norm.float()
+        self._sizes = config.num_heads, config.intermediate_size, config.rms_norm_eps
+        self._features = len(taps) * config.hidden_size
+
+    def __call__(
+        self, embedded: Tensor, rotation: Rotation, slots: Tensor, groups: list[AttentionMetadata], kv: LayerKv
+    ) -> tuple[Tensor, Tensor | None]:
+        (meta,), hidden = groups, torch.empty_like(embedded)
+        features = embedded.new_empty(len(embedded), self._features) if self._features else None
+        lengths = meta.query_start_loc, meta.seq_lens, meta.page_table
+        rows = self._norm, torch.view_as_real(rotation[0]), slots, *lengths, kv.k, kv.v
+        torch.ops.dflash_server.decoder(embedded, self._layers, *self._sizes, *rows, hidden, features)
+        return hidden, features
+
+
+def can_run(layers: Sequence[Layer]) -> bool:
+    """Return True if the operator computes the layers' dtype, and their weights lie row by row."""
+    weights = [weight for layer in layers for weight in layer if weight is not None and weight.ndim == 2]
+    return all(linear.own(weight.dtype) and weight.is_contiguous() for weight in weights)
