@@ -120,12 +120,12 @@ async def health(request: Request) -> Response:
 async def server_info(request: Request) -> Response:
     """Return the facts about the loaded engine and its draft, some in SGLang's names, or 503 until it was loaded."""
     services = services_of(request)
-    state, info = services.engine.state, services.engine.state.info
-    if info is None:
-        return _described(state, 503)
-    named = {"model_path": info.target, "served_model_name": services.model_names[0]}
-    ours = {"version": version("dflash-server"), "settings": services.settings}
-    return json_response(asdict(info) | named | ours | {"tp_size": info.tensor_parallel_size, "dp_size": 1})
+    if (info := services.engine.state.info) is None:
+        return _described(services.engine.state, 503)
+    named = {"model_path": info.target, "served_model_name": services.model_names[0], "settings": services.settings}
+    named |= {"version": version("dflash-server"), "tp_size": info.tensor_parallel_size, "dp_size": 1}
+    facts = {f"draft_{key}" if key == "block_size" else key: value for key, value in asdict(info).items()}
+    return json_response(facts | named)
 
 
 @router.get("/get_model_info", include_in_schema=False)

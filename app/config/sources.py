@@ -42,11 +42,12 @@ class GivenSetting(NamedTuple):
 
 def load_config(flags: Iterable[GivenSetting] = ()) -> Config:
     """Settle flags, environment and YAML file. Raises ConfigError naming the flag, variable or key at fault."""
-    given_flags = list(flags)
+    given_flags, environment, file = list(flags), list(_environment()), list[GivenSetting]()
     notes = [f"{given.spelling}: {given.value}" for given in given_flags if not given.field]
-    settings = _put_beneath(_put_beneath({}, (given for given in given_flags if given.field)), _environment())
-    if file := settings.pop("config", None):
-        settings = _put_beneath(settings, _yaml_file(Path(file.value)))
+    settings = _put_beneath(_put_beneath({}, (given for given in given_flags if given.field)), environment)
+    if path := settings.pop("config", None):
+        file = list(_yaml_file(Path(path.value)))
+        settings = _put_beneath(settings, file)
     try:
         config = Config.of(**{field: given.value for field, given in settings.items()}, notes=notes)
     except ValidationError as error:
@@ -56,6 +57,10 @@ def load_config(flags: Iterable[GivenSetting] = ()) -> Config:
         reason = first["msg"].removeprefix("Value error, ")
         message = f"{settings[field].spelling}{shown}: {reason[0].lower()}{reason[1:]}"
         raise ConfigError(message, "see `dflash-server serve --help`") from None
+    lacks_draft = config.speculation and not config.draft_model and config.model != "demo"
+    for given in (*given_flags, *environment, *file):
+        if given.field == "speculative_config" and lacks_draft:
+            raise ConfigError(f"{given.spelling} names no draft", 'give its "model", or --draft-model')
     for given in settings.values():
         try:
             json.dumps(given.value, default=str, ensure_ascii=False).encode()  # an argument's bytes may be no UTF-8

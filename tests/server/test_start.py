@@ -24,7 +24,7 @@ def test_a_command_of_dflashs_own_readme_serves_with_drafts(command: str) -> Non
         ask = {"model": "demo", "prompt": "1 2 3 4", "max_tokens": 16, "include_speculation": True}
         answer = httpx.post(f"{url}/v1/completions", json=ask, timeout=PATIENCE).json()
         assert answer["usage"]["completion_tokens"] == 16
-        assert httpx.get(f"{url}/server_info", timeout=PATIENCE).json()["block_size"] == 16
+        assert httpx.get(f"{url}/server_info", timeout=PATIENCE).json()["draft_block_size"] == 16
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,7 @@ def test_a_flag_that_is_taken_needs_its_value() -> None:
 @pytest.mark.parametrize("peer", PEER_FLAGS, ids=lambda peer: peer.names[0])
 def test_a_flag_of_another_project_takes_the_values_that_it_has_there_and_no_model(peer: PeerFlag) -> None:
     value = {"only": peer.means.upper().split()[0] if peer.means else "", "block": "8", "taken": "on"}
-    ours = {"memory_utilization": "0.5", "speculative_config": "{}", "draft_enforce_eager": "true"}
+    ours = {"memory_utilization": "0.5", "speculative_config": '{"model": "d"}', "draft_enforce_eager": "true"}
     for name in peer.names:
         given = value.get(peer.kind) or ours.get(peer.field, "1")
         arguments = [name, given] if peer.nargs(name) != 0 else [name]

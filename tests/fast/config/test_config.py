@@ -136,6 +136,18 @@ def test_a_peers_speculative_config_starts_as_it_stands_or_as_a_mapping_in_yaml(
         assert not config.engine.enforce_eager
 
 
+@pytest.mark.parametrize("text", ['{"method": "dflash"}', '{"num_speculative_tokens": 7}'])
+def test_a_speculative_config_without_a_draft_is_for_the_demo_alone(tmp_path: Path, monkeypatch, text: str) -> None:
+    wish, target = flag("speculative_config", text), flag("model", "x")
+    for asked in (wish, yaml_file(tmp_path, f"speculative_config: {text}")):
+        assert "names no draft" in str(refusal(target, asked))
+        assert load_config([asked]).model == "demo"
+        assert load_config([target, asked, flag("draft_model", "d")]).draft_model == "d"
+        assert not load_config([target, asked, flag("speculation", False)]).speculation
+    monkeypatch.setenv("DFLASH_SPECULATIVE_CONFIG", text)
+    assert "DFLASH_SPECULATIVE_CONFIG names no draft" in str(refusal(target))
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
