@@ -32,7 +32,6 @@ from tests.fast.engine.reference import features, greedy, teacher_forced
 PROMPTS = 50
 WINDOW = 40
 """Tokens in which every accepted count falls on every position."""
-pytestmark = pytest.mark.usefixtures("kept")
 
 
 def tokens_of(length: int) -> list[int]:

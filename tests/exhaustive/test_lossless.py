@@ -41,7 +41,6 @@ MORE_SHAPES: dict[str, dict] = {
     "mha, all of its own": {"seed": 3, "num_kv_heads": 4, "own_embedding": True, "own_head": True, "vocab_size": 4},
     "tied, one tap, three draft layers": {"seed": 4, "tied": True, "taps": (2,), "draft_layers": 3, "vocab_size": 6},
 }
-pytestmark = pytest.mark.usefixtures("kept")
 
 
 def on_subjects(cases: list[Case]) -> pytest.MarkDecorator:
