@@ -130,7 +130,7 @@ _Tokens = _shape(
 )
 _Text = _shape("Text", prompt=str)
 _Version = _shape("Version", version=str)
-_NAMED = {"model_path": str, "served_model_name": str, "tp_size": int, "dp_size": int}
+_NAMED = {"model_path": str, "served_model_name": str, "tp_size": int, "dp_size": int, "draft_block_size": int}
 _EngineInfo = _shape("EngineInfoBody", **get_type_hints(EngineInfo), **_NAMED, version=str, settings=dict[str, str])
 _ModelInfo = _shape(
     "ModelInfo", model_path=str, is_generation=bool, model_type=str | None, architectures=list[str] | None

@@ -124,8 +124,7 @@ async def server_info(request: Request) -> Response:
         return _described(services.engine.state, 503)
     named = {"model_path": info.target, "served_model_name": services.model_names[0], "settings": services.settings}
     named |= {"version": version("dflash-server"), "tp_size": info.tensor_parallel_size, "dp_size": 1}
-    facts = {f"draft_{key}" if key == "block_size" else key: value for key, value in asdict(info).items()}
-    return json_response(facts | named)
+    return json_response(asdict(info) | named | {"draft_block_size": info.block_size})
 
 
 @router.get("/get_model_info", include_in_schema=False)

@@ -7,9 +7,7 @@
 // that a row does not see add zeros. So a row's result depends only on its own sequence: not on other rows, on
 // the threads or on the pages.
 
-#include <cmath>
 #include <limits>
-#include <vector>
 
 #include "vectors.h"
 #include "work.h"
@@ -358,7 +356,8 @@ struct Plan : Attention<Kind> {
   std::unique_ptr<char[]> memory;
 
   Plan(const AttentionRows& rows, int64_t threads) : Base(rows) {
-    if (threads == 1 || num_items >= 4 * threads) return;
+    const bool is_short = std::all_of(blocks.begin(), blocks.end(), [](const Block& own) { return own.end <= CHUNK; });
+    if (threads == 1 || num_items >= 4 * threads || is_short) return;
     int64_t size = 0;
     for (int64_t item = 0; item < num_items; item++) {
       const Block& block = blocks[item / this->kv_heads];
@@ -366,15 +365,12 @@ struct Plan : Attention<Kind> {
       for (int64_t number = block.start / CHUNK; number * CHUNK < block.end; number++)
         chunks.push_back({item, number, nullptr});
     }
-    if (int64_t(chunks.size()) == num_items) {
-      chunks.clear();
-      return;
-    }
     memory.reset(new char[chunks.size() * size * WIDTH]);
     for (size_t i = 0; i < chunks.size(); i++) chunks[i].found = reinterpret_cast<Lanes*>(memory.get()) + i * size;
   }
 
-  void run_chunk(const Chunk& chunk) const {
+  void run_chunk(int64_t index) const {
+    const Chunk& chunk = chunks[index];
     const Block& block = blocks[chunk.item / this->kv_heads];
     const int64_t rows = block.rows * this->group;
     Base::run_chunk(block, chunk.item % this->kv_heads, chunk.number, this->state(chunk.found, rows),
@@ -396,20 +392,6 @@ struct Plan : Attention<Kind> {
     }
     this->write(all, block, head);
   }
-};
-
-template <class Kind>
-struct ChunkWork : Work {
-  const std::shared_ptr<const Plan<Kind>> plan;
-  explicit ChunkWork(std::shared_ptr<const Plan<Kind>> plan) : Work(plan->chunks.size()), plan(std::move(plan)) {}
-  void run(int64_t part) const override { plan->run_chunk(plan->chunks[part]); }
-};
-
-template <class Kind>
-struct ItemWork : Work {
-  const std::shared_ptr<const Plan<Kind>> plan;
-  explicit ItemWork(std::shared_ptr<const Plan<Kind>> plan) : Work(plan->num_items), plan(std::move(plan)) {}
-  void run(int64_t part) const override { plan->run_item(part); }
 };
 
 // Return true for whole numbers of 32 bits in row order.
@@ -462,8 +444,8 @@ void add_attention(Works& works, bool is_float32, const AttentionRows& of, int64
   auto add = [&](auto kind) {
     using Kind = decltype(kind);
     const auto plan = std::make_shared<const Plan<Kind>>(of, threads);
-    works.push_back(std::make_unique<ChunkWork<Kind>>(plan));
-    works.push_back(std::make_unique<ItemWork<Kind>>(plan));
+    works.push_back(std::make_unique<Function>(plan->chunks.size(), [plan](int64_t i) { plan->run_chunk(i); }));
+    works.push_back(std::make_unique<Function>(plan->num_items, [plan](int64_t i) { plan->run_item(i); }));
   };
   is_float32 ? add(Float32()) : add(BFloat16());
 }

@@ -34,13 +34,6 @@ struct Forward {
   void run() { team().run(works, threads); }
 };
 
-void check_slots(const Tensor& slots, const Tensor& k) {
-  const int32_t* slot = whole(slots);
-  const int64_t num_slots = k.numel() / (k.size(k.dim() - 2) * k.size(k.dim() - 1));
-  STD_TORCH_CHECK(std::all_of(slot, slot + slots.numel(), [&](int32_t own) { return 0 <= own && own < num_slots; }),
-                  "slots must be those of K and V");
-}
-
 // Let `x` [T, H] be the embedded rows, which become the residual stream. K and V are those of all layers.
 void decoder(Tensor x, const Tensor& layers, int64_t heads, int64_t inner, double eps, const Tensor& norm,
              const Tensor& turns, const Tensor& slots, const Tensor& starts, const Tensor& lengths, const Tensor& table,

@@ -1,8 +1,6 @@
 // The operator dflash_server::linear: x @ weight.T + bias for few rows x [T, in] and a weight [out, in] in row order,
-// in float32 or bfloat16. A product of few rows waits for the weight's memory, so each number is read once.
-//
-// Every sum over `in` is made in fp32 lanes in one order, whatever the other rows and threads. So a row's result
-// does not depend on the batch. Products of more than `most_rows` rows go to PyTorch.
+// in float32 or bfloat16, whose numbers are read once. Every sum over `in` is made in fp32 lanes in one order, whatever
+// the other rows and threads. So a row's result does not depend on the batch. More than `most_rows` rows go to PyTorch.
 //
 // Rows of x are packed in the order in which tiles read them. A tile has ROWS rows and OUTS outputs, whose sums stay in
 // registers. Rows of x and of the weight are walked DEPTH_BYTES at a time, which the first cache holds for 16 rows.
@@ -158,17 +156,6 @@ void read_row(const Rows& rows, int64_t i, typename Kind::Number* to) {
   narrow<Kind>(wide, rows.size, to);
 }
 
-template <class Kind>
-struct RowsWork : Work {
-  const Rows rows;
-  typename Kind::Number* const y;
-
-  RowsWork(const Rows& rows, void* y)
-      : Work(rows.count), rows(rows), y(static_cast<typename Kind::Number*>(y)) {}
-
-  void run(int64_t part) const override { read_row<Kind>(rows, part, y + part * rows.size); }
-};
-
 // A product as the threads share it. Each packs the rows for itself: ROWS rows at a time, or fewer last, side by side
 // for each step.
 template <class Kind, class Result>
@@ -319,21 +306,14 @@ struct BestWork : ProductWork<Kind, Float32> {
 
   void run(int64_t part) const override {
     struct Outputs;
-    constexpr int64_t VECTORS = (GROUP * OUTS + LANES - 1) / LANES;
-    constexpr float LEAST = -std::numeric_limits<float>::infinity();
+    constexpr int64_t WIDE = GROUP * OUTS;
     const int64_t first = this->first_of(part), count = this->end_of(part) - first, rows = this->of.rows.count;
-    Lanes* found = scratch<Outputs>(rows * VECTORS);
-    std::fill_n(found, rows * VECTORS, Lanes{} + LEAST);
-    this->run_to(part, {reinterpret_cast<float*>(found), VECTORS * LANES, nullptr});
-    for (int64_t row = 0; row < rows; row++, found += VECTORS) {
-      const float* outputs = reinterpret_cast<const float*>(found);
-      Lanes most = found[0];
-      for (int64_t k = 1; k < VECTORS; k++) most = found[k] > most ? found[k] : most;
-      Best own = {LEAST, first};
-      for (int i = 0; i < LANES; i++) own.value = std::max(own.value, most[i]);
-      while (own.index < first + count - 1 && outputs[own.index - first] != own.value) own.index++;
-      for (int64_t i = 0; i < count; i++)
-        if (std::isnan(outputs[i])) own = {outputs[i], first + i};
+    const float* found = reinterpret_cast<float*>(scratch<Outputs>((rows * WIDE + LANES - 1) / LANES));
+    this->run_to(part, {const_cast<float*>(found), WIDE, nullptr});
+    for (int64_t row = 0; row < rows; row++, found += WIDE) {
+      Best own = {found[0], first};
+      for (int64_t i = 1; i < count; i++)
+        if (const Best other = {found[i], first + i}; own.is_below(other)) own = other;
       best[part * rows + row] = own;
     }
   }
@@ -426,7 +406,11 @@ void add_product(Works& works, bool is_float32, const Product& of, int64_t threa
 }
 
 void add_rows(Works& works, bool is_float32, const Rows& rows, void* y) {
-  with_kind(is_float32, [&](auto kind) { works.push_back(std::make_unique<RowsWork<decltype(kind)>>(rows, y)); });
+  with_kind(is_float32, [&](auto kind) {
+    auto* to = static_cast<typename decltype(kind)::Number*>(y);
+    auto one = [rows, to](int64_t row) { read_row<decltype(kind)>(rows, row, to + row * rows.size); };
+    works.push_back(std::make_unique<Function>(rows.count, one));
+  });
 }
 
 }  // namespace dflash_server

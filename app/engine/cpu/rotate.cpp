@@ -88,14 +88,12 @@ Tensor rotate_into(const Tensor& x, const std::optional<Tensor>& q_norm, const s
                   "rotate_into takes cos and sin of each pair in float32");
   STD_TORCH_CHECK(slots.scalar_type() == ScalarType::Int && slots.is_contiguous() && slots.numel() == rows,
                   "rotate_into takes slots [T] in int32");
-  const int32_t* slot = static_cast<const int32_t*>(slots.data_ptr());
-  const int64_t num_slots = k.numel() / (kv_heads * dim);
-  STD_TORCH_CHECK(std::all_of(slot, slot + rows, [&](int32_t own) { return 0 <= own && own < num_slots; }),
-                  "rotate_into takes slots of K and V");
+  check_slots(slots, k);
   Tensor q = torch::stable::new_empty(x, {rows, heads, dim});
   const Norm of_q(q_norm), of_k(k_norm);
   const RotatedRows of = {x.data_ptr(), of_q.numbers, of_k.numbers, static_cast<const float*>(turns.data_ptr()),
-                          q.data_ptr(), k.data_ptr(), v.data_ptr(), slot, rows, x.size(1) * dim, heads, kv_heads, dim,
+                          q.data_ptr(), k.data_ptr(), v.data_ptr(),
+                          static_cast<const int32_t*>(slots.data_ptr()), rows, x.size(1) * dim, heads, kv_heads, dim,
                           layers, float(eps)};
   const int64_t threads = threads_for(COST * rows * x.size(1) * dim);
   Works works;

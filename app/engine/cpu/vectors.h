@@ -163,6 +163,13 @@ struct Norm {
   }
 };
 
+inline void check_slots(const Tensor& slots, const Tensor& k) {
+  const int32_t* slot = static_cast<const int32_t*>(slots.data_ptr());
+  const int64_t num_slots = k.numel() / (k.size(k.dim() - 2) * k.size(k.dim() - 1));
+  STD_TORCH_CHECK(std::all_of(slot, slot + slots.numel(), [&](int32_t own) { return 0 <= own && own < num_slots; }),
+                  "slots must be those of K and V");
+}
+
 // Memory of a thread for each use of `Tag`, which is kept from call to call.
 template <class Tag>
 inline Lanes* scratch(size_t size) {

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -13,20 +14,22 @@
 
 namespace dflash_server {
 
+inline std::atomic<uint64_t> serials = 1;
+
 // Parts 0 to parts - 1, which any threads run in any order.
 struct Work {
   const int64_t parts;
-  const uint64_t serial = next()++;  // tells it from works before at the same address
+  const uint64_t serial = serials++;  // tells it from works before at the same address
 
   explicit Work(int64_t parts) : parts(parts) {}
   virtual ~Work() = default;
   virtual void run(int64_t part) const = 0;
+};
 
- private:
-  static std::atomic<uint64_t>& next() {
-    static std::atomic<uint64_t> serials = 1;
-    return serials;
-  }
+struct Function final : Work {
+  const std::function<void(int64_t)> one;
+  Function(int64_t parts, std::function<void(int64_t)> one) : Work(parts), one(std::move(one)) {}
+  void run(int64_t part) const override { one(part); }
 };
 
 using Works = std::vector<std::unique_ptr<Work>>;

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from app.engine.load.engine import Engine
+from app.engine.comm.comm import ALONE
+from app.engine.load.engine import Engine, use_operator
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.sequence import Sequence
 from app.messages import Request
@@ -63,7 +64,9 @@ class Checkpoint:
         settings = {"page_size": 4, "max_model_len": 256, "max_num_seqs": 4} | settings
         engine = make_engine(self.folder, self.draft, **settings)
         if self.draft is None:
-            engine.core.runner.forward.target.target_layer_ids = self.taps
+            target = engine.core.runner.forward.target
+            target.target_layer_ids, backend = self.taps, engine.core.runner.backend
+            use_operator(target, target.config, backend, ALONE, self.taps)
         assert engine.core.runner.forward.target.target_layer_ids == self.taps
         return engine
 

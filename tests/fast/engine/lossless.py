@@ -201,11 +201,12 @@ class Case:
         """Return True if the values can be combined.
 
         A sequence alone is not preempted. On pages of 128 hardly a sequence ever needs another page, and no prompt
-        fills one, so the cache finds nothing. Steps overlap if no request samples or has penalties.
+        fills one, so the cache finds nothing. Steps overlap if no request samples or has penalties. Layers
+        one by one are a way to compute, which pages and the cache do not see.
         """
         if self.path == "overlap" and not (self.temperature == 0 and self.sampling in ("plain", "filters")):
             return False
-        if self.page_size == 128:
+        if self.page_size == 128 or self.path == "layers":
             return not (self.preempted or self.cached)
         return not (self.preempted and self.concurrency == 1)
 
