@@ -123,8 +123,8 @@ async def server_info(request: Request) -> Response:
     if (info := services.engine.state.info) is None:
         return _described(services.engine.state, 503)
     named = {"model_path": info.target, "served_model_name": services.model_names[0], "settings": services.settings}
-    named |= {"version": version("dflash-server"), "tp_size": info.tensor_parallel_size, "dp_size": 1}
-    return json_response(asdict(info) | named | {"draft_block_size": info.block_size})
+    sizes = {"tp_size": info.tensor_parallel_size, "dp_size": 1, "draft_block_size": info.block_size}
+    return json_response(asdict(info) | named | sizes | {"version": version("dflash-server")})
 
 
 @router.get("/get_model_info", include_in_schema=False)

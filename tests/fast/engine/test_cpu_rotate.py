@@ -107,5 +107,5 @@ def test_wrong_tensors_are_refused():
         {"slots": slots.masked_fill(slots == 0, 2 * MANY_ROWS)},
     ]
     for change in wrong:
-        with pytest.raises(RuntimeError, match="rotate_into takes|slots must be"):
+        with pytest.raises(RuntimeError, match=r"rotate_into takes|slots must be"):
             run(**right | change)

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from tools.demo_pair.corpus import DOMAINS, TOOLS, Sample, drawn, is_right, samples
+from tools.demo_pair.corpus import DOMAINS, FIRST, TOOLS, Sample, drawn, is_right, samples
 from tools.demo_pair.corpus.lexicon import _COPIED
 
-ALL = (*DOMAINS, TOOLS)
+ALL = (*DOMAINS, FIRST, TOOLS)
 
 
 def take(domain: str, split: str, seed: int, count: int) -> list[Sample]:
@@ -26,7 +26,7 @@ def test_a_seed_gives_the_same_samples_and_another_seed_others(domain: str) -> N
 def test_samples_do_not_depend_on_the_hash_seed_of_the_process() -> None:
     program = (
         "import itertools, tools.demo_pair.corpus as c; "
-        "print([list(itertools.islice(c.samples(d, 'heldout', 3), 5)) for d in (*c.DOMAINS, c.TOOLS)])"
+        "print([list(itertools.islice(c.samples(d, 'heldout', 3), 5)) for d in (*c.DOMAINS, c.FIRST, c.TOOLS)])"
     )
     texts = {
         subprocess.run(
@@ -50,7 +50,7 @@ def test_heldout_echo_words_are_never_echoed_in_training() -> None:
     assert not set(_COPIED["train"]) & set(_COPIED["heldout"])
 
 
-@pytest.mark.parametrize("domain", DOMAINS)
+@pytest.mark.parametrize("domain", (*DOMAINS, FIRST))
 @pytest.mark.parametrize("split", ["train", "heldout"])
 def test_every_conversation_ends_with_the_user_and_its_answer_is_right(domain: str, split: str) -> None:
     for sample in take(domain, split, 1, 300):
@@ -81,9 +81,12 @@ def test_a_copy_must_be_exact_but_for_the_space_around_it() -> None:
 
 
 @pytest.mark.parametrize("split", ["train", "heldout"])
-def test_every_worked_step_of_the_math_answers_holds(split: str) -> None:
-    for sample in take("math", split, 2, 2000):
+@pytest.mark.parametrize("domain", ["math", FIRST])
+def test_every_worked_step_of_the_math_answers_holds(domain: str, split: str) -> None:
+    for sample in take(domain, split, 2, 2000):
         for a, sign, b, result in re.findall(r"(\d+) ([+*/-]) (\d+) = (-?\d+)", sample.answer):
-            wanted = {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b), "/": int(a) / int(b)}[sign]
+            wanted = {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b), "/": int(a) / max(1, int(b))}[
+                sign
+            ]
             assert int(result) == wanted, sample
         assert all(int(n) < 1000 for n in re.findall(r"\d+", sample.answer))

@@ -23,8 +23,8 @@ def first(count: int, worker: int = 0) -> list[Batch]:
 
 
 def test_rows_with_tools_begin_with_the_section_and_supervise_calls_and_answers_alone() -> None:
-    with_tools = [batch for batch in first(12) if batch.positions is not None]
-    assert 3 <= len(with_tools) < 12
+    with_tools = [batch for batch in first(48) if batch.positions is not None]
+    assert 3 <= len(with_tools) < 24
     shown = [
         (ids[mask], ids[~mask]) for batch in with_tools for ids, mask in zip(batch.ids, batch.supervised, strict=True)
     ]
@@ -34,7 +34,7 @@ def test_rows_with_tools_begin_with_the_section_and_supervise_calls_and_answers_
 
 
 def test_positions_grow_leave_some_out_and_fit_the_model() -> None:
-    positions = [batch.positions for batch in first(24) if batch.positions is not None]
+    positions = [batch.positions for batch in first(96) if batch.positions is not None]
     gaps = [p.diff() for p in positions]
     assert all((gap >= 1).all() and (gap > 1).sum() <= 1 for gap in gaps)
     assert all(p.min() >= 0 and p.max() < Shape.max_positions for p in positions)
