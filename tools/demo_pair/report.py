@@ -17,12 +17,12 @@ from app.messages import Request, SamplingParams, StepOutput
 from app.text.tokenizer import Tokenizer
 from tools.bench.table import Row, markdown, write_page
 from tools.demo_pair.checkpoint_files import CHECKPOINT, load_target
-from tools.demo_pair.corpus import DOMAINS, TOOLS, Sample, is_right, samples
+from tools.demo_pair.corpus import DOMAINS, FIRST, TOOLS, Sample, is_right, samples
 from tools.demo_pair.model import Target
 from tools.parts import ToolParser
 
 POSITIONS = (1, 2, 4, 8, 12, 15)
-_COUNTED = ("math", "copy", "jumble", "code", TOOLS)
+_COUNTED = ("math", "copy", "jumble", "code", TOOLS, FIRST)
 _MAX_TOKENS = 400
 _AT_ONCE = 16
 
@@ -115,7 +115,7 @@ def write_report(folder: Path = CHECKPOINT, count: int = 200, seed: int = 1) -> 
     target = load_target(folder)
     rows = []
     with_tools = [TOOLS] if "tools" in tokenizer.chat_template.variables else []
-    for domain in (*DOMAINS, *with_tools):
+    for domain in (*DOMAINS, FIRST, *with_tools):
         chosen = list(itertools.islice(samples(domain, "heldout", seed), count))
         rows.append(measure(engine, tokenizer, target, domain, chosen))
         if domain == "prose":  # greedy stories are the same few sentences

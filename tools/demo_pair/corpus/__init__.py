@@ -8,10 +8,10 @@ for sample in itertools.islice(samples("math", "heldout", seed=0), 200):
 import random
 from collections.abc import Iterator
 
-from tools.demo_pair.corpus import code, copying, math, prose, talk, tools
+from tools.demo_pair.corpus import code, copying, first, math, prose, talk, tools
 from tools.demo_pair.corpus.sample import Drawn, Sample, Split
 
-__all__ = ["DOMAINS", "TOOLS", "Drawn", "Sample", "Split", "drawn", "is_right", "samples"]
+__all__ = ["DOMAINS", "FIRST", "TOOLS", "Drawn", "Sample", "Split", "drawn", "is_right", "samples"]
 
 _DRAW = {
     "math": math.draw,
@@ -22,9 +22,9 @@ _DRAW = {
     "talk": talk.draw,
 }
 DOMAINS: tuple[str, ...] = tuple(_DRAW)
-TOOLS = "tools"
-"""A domain too, whose samples have `tools`. Those of DOMAINS have none."""
-_DRAW[TOOLS] = tools.draw
+TOOLS, FIRST = "tools", "first"
+"""Domains too. Samples of TOOLS have `tools`, and those of FIRST are what people type first."""
+_DRAW |= {TOOLS: tools.draw, FIRST: first.draw}
 
 
 def drawn(domain: str, split: Split, seed: int) -> Iterator[Drawn]:
@@ -51,7 +51,7 @@ def is_right(sample: Sample, text: str) -> bool:
 
     Prose and talk have many good answers, so only math, copy and (strictly) code are worth counting.
     """
-    if sample.domain == "math":
+    if sample.domain == "math" or (sample.domain == FIRST and "####" in sample.answer):
         return math.final_number(text) == math.final_number(sample.answer)
     if calls := tools.calls_in(sample.answer):
         return tools.calls_in(text) == calls

@@ -19,7 +19,7 @@ _PRAISE = "Thank you, that is kind of you! Shall we do another one?"
 _SORRY = "I am sorry about that. I am only a small demo model and I make mistakes. Please try again with other words."
 _YES = f"Good! {ABILITIES} What shall it be?"
 _NAMED = "Nice to meet you, {name}! {abilities}"
-_KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
+KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "hello": (
         _HELLO,
         (
@@ -255,8 +255,8 @@ def _exchange(rng: Random, split: Split) -> tuple[str, str, str]:
         wording = wording_of(rng, _CALL_ME, split)
         name = rng.choice(NAMES) if rng.random() < 0.5 else made_up_word(rng).capitalize()
         return wording, wording.format(name=name), _NAMED.format(name=name, abilities=ABILITIES)
-    key = rng.choice(list(_KINDS))
-    answer, wordings = _KINDS[key]
+    key = rng.choice(list(KINDS))
+    answer, wordings = KINDS[key]
     wording = wording_of(rng, wordings, split)
     return f"{key}: {wording}", _spoken(rng, wording), answer
 
