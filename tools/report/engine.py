@@ -131,20 +131,18 @@ def gap(prompt: tuple[int, ...], text: list[int], at: int, other: int) -> float:
     The logits are the target's in float32 on the CPU.
     """
     core, rows = judge(), list[torch.Tensor]()
-    backend, lm_head = core.runner.forward.backend, core.runner.forward.target.lm_head
-    linear = backend.linear
+    backend, sampler = core.runner.forward.backend, core.runner.forward.sampler
+    choose = sampler.choose
 
-    def recorded(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        out = linear(x, weight, bias)
-        if weight is lm_head:
-            rows.append(out[-1])
-        return out
+    def recorded(hidden: torch.Tensor, lm_head: torch.Tensor, *draws: Any) -> torch.Tensor:
+        rows.append(backend.logits(hidden[-1:], lm_head)[0])
+        return choose(hidden, lm_head, *draws)
 
-    backend.linear = recorded  # type: ignore[method-assign]
+    sampler.choose = recorded  # type: ignore[method-assign, assignment]
     try:
         core.run([Request("logits", (*prompt, *text[:at]), max_tokens=1)])
     finally:
-        backend.linear = linear  # type: ignore[method-assign]
+        sampler.choose = choose  # type: ignore[method-assign]
     logits = rows[-1].float()
     return float(logits.max() - torch.minimum(logits[text[at]], logits[other]))
 

@@ -102,6 +102,6 @@ def test_biases_and_sinks_are_cast_once_when_they_are_loaded(tmp_path: Path, mon
             kept.clear()
         core.run(requests()[:1])
         layers = core.runner.forward.target.layers
-    biases = [tensor for layer in layers for tensor in (layer._mixture[1].gate_up_bias, layer._mixture[1].down_bias)]
+    biases = [tensor for layer in layers for tensor in (layer.mixture[1].gate_up_bias, layer.mixture[1].down_bias)]
     assert given["bias"] == {bias.data_ptr() for bias in biases}
     assert given["learnable_sink"] == {layer.attention.sinks.data_ptr() for layer in layers}
