@@ -35,7 +35,7 @@ def cache(name: str) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
         folder = own_folder(name)
         if folder is None:
-            logger.info("nothing %s is kept: set XDG_CACHE_HOME to a writable folder of this user only", name)
+            logger.info("no %s are kept: set XDG_CACHE_HOME to a writable folder of this user only", name)
             folder = Path(stack.enter_context(work_folder(None)))
         stack.callback(_tidy, folder)
         yield folder

@@ -22,7 +22,7 @@ TARGET_WEIGHTS: dict[str, float] = {
     "prose": 0.08,
     "code": 0.05,
     "talk": 0.09,
-    "first": 0.45,
+    "first": 0.35,
 }
 DRAFT_WEIGHTS: dict[str, float] = {
     "math": 0.26,
@@ -34,7 +34,7 @@ DRAFT_WEIGHTS: dict[str, float] = {
     "first": 0.35,
 }
 """Fewer jumbles and stories, because no draft can know their next words."""
-TOOL_SHARE = 0.2
+TOOL_SHARE = 0.35
 """Share of batches whose rows are conversations with tools."""
 TOOL_BUCKETS, TOOL_ROW_WEIGHTS = (512, 1024), (0.4, 0.6)
 DRILL_SHARE = 0.4

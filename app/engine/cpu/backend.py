@@ -80,13 +80,14 @@ class CpuBackend(TorchBackend):
     def tune(self) -> None:
         """Time products of few rows, and leave to PyTorch what it computes faster. In a small model nothing is, because
         its threads wait for one another in busy loops."""
-        is_small = self._num_parameters < _SMALL_MODEL
-        self.use_own(linear.ALL_ROWS if is_small else linear.tune(self._packed))
+        if linear.own(self._dtype):
+            is_small = self._num_parameters < _SMALL_MODEL
+            self.use_own(linear.ALL_ROWS if is_small else linear.tune(self._packed))
 
     def use_own(self, rows: int) -> None:
-        """Let products and forwards of up to so many rows be those of this package."""
+        """Let products and forwards of up to so many rows be those of this package, which has them for the dtype."""
+        torch.ops.dflash_server.set_most_rows(rows)
         if self._few_rows:
-            torch.ops.dflash_server.set_most_rows(rows)
             self._few_rows = rows
             logger.debug("forwards by one operator: up to %d rows", rows)
 

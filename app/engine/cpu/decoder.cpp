@@ -43,6 +43,9 @@ void decoder(Tensor x, const Tensor& layers, int64_t heads, int64_t inner, doubl
   const int64_t kv_heads = k.size(k.dim() - 2), dim = k.size(k.dim() - 1), page_size = k.size(1);
   const int64_t heads_size = heads * dim, qkv_size = heads_size + 2 * kv_heads * dim, of_layer = k.numel() / num_layers;
   check_slots(slots, k);
+  STD_TORCH_CHECK(layers.size(1) == int64_t(sizeof(Layer) / 8) && x.is_contiguous() && turns.is_contiguous() &&
+                      turns.numel() == rows * dim && x.scalar_type() == k.scalar_type(),
+                  "decoder takes rows [T, H] of K's dtype, and cos and sin of each pair, in row order");
   Forward of = {x.scalar_type() == ScalarType::Float,
                 threads_for(rows * num_layers * width * (qkv_size + heads_size + 3 * inner))};
   of.keep(rows * (qkv_size + 2 * heads_size + 2 * inner));
@@ -88,6 +91,8 @@ void context(const Tensor& features, const Tensor& fc, const Tensor& norm, const
   const int64_t rows = features.size(0), in = features.size(1), width = fc.size(0), out = kv.size(0);
   const int64_t kv_heads = k.size(k.dim() - 2), dim = k.size(k.dim() - 1), layers = k_norm.numel() / dim;
   check_slots(slots, k);
+  STD_TORCH_CHECK(features.is_contiguous() && fc.size(1) == in && features.scalar_type() == k.scalar_type(),
+                  "context takes features [T, in] of K's dtype in row order");
   const Norm hidden_norm(norm), of_k(k_norm);
   Forward of = {fc.scalar_type() == ScalarType::Float, threads_for(rows * width * (in + out))};
   of.keep(rows * (width + out));

@@ -11,8 +11,6 @@ from app.engine.device.base import AttentionMetadata, LayerKv, Rotation
 
 _UNBOUNDED = (1 << 31) - 1
 """A window of a layer without one."""
-
-
 _NORMS = (0, 3, 4, 8)
 """Places of the norms in a layer, which the operator reads in fp32."""
 
@@ -24,8 +22,7 @@ class Decoder:
 
     def __init__(self, layers: Sequence[Layer], norm: Tensor, config: DecoderConfig, taps: tuple[int, ...]) -> None:
         self._kept = [
-            [None if w is None else w.float() if w.ndim == 1 and i in _NORMS else w for i, w in enumerate(layer)]
-            for layer in layers
+            [w.float() if w is not None and i in _NORMS else w for i, w in enumerate(layer)] for layer in layers
         ]
         table = []
         for i, (layer, mask) in enumerate(zip(self._kept, config.masks, strict=True)):

@@ -4,6 +4,8 @@ The package's own operators do so anyway: they make each sum in one order, whate
 leaves nothing to PyTorch's, which choose the order by the number of rows.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from app.engine.checkpoint.shapes import DecoderConfig
@@ -15,8 +17,8 @@ from app.engine.errors import UnsupportedError
 class InvariantCpuBackend(CpuBackend):
     batch_invariant = True
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def make_operators(self, on_progress: Callable[[int, int], None]) -> None:
+        super().make_operators(on_progress)
         if linear.own(torch.float32):
             self.use_own(linear.ALL_ROWS)
 

@@ -112,9 +112,13 @@ void add_tile(Lanes* sums, bool is_first, const Lanes* x, const char* weight, in
   each<VECTORS>([&](auto i) UNROLLED {
     Result::store(own[i] + reinterpret_cast<const Lanes*>(place->added)[i], flat + i * LANES);
   });
+  if (place->plus) {
+    alignas(WIDTH) float both[VECTORS * LANES] = {};
+    for (int i = 0; i < R * O; i++)
+      both[i] = Result::wide(flat[i]) + Result::wide(place->plus[i / O * place->stride + i % O]);
+    each<VECTORS>([&](auto i) UNROLLED { Result::store(reinterpret_cast<const Lanes*>(both)[i], flat + i * LANES); });
+  }
   for (int r = 0; r < R; r++) {
-    for (int o = 0; place->plus && o < O; o++)
-      flat[r * O + o] = narrow_one<Result>(Result::wide(flat[r * O + o]) + Result::wide(place->plus[r * place->stride + o]));
     std::memcpy(place->y + r * place->stride, flat + r * O, O * sizeof flat[0]);
     if (place->also) std::memcpy(place->also + r * place->also_stride, flat + r * O, O * sizeof flat[0]);
   }

@@ -131,13 +131,6 @@ inline void narrow(const Lanes* from, int64_t count, typename Kind::Number* to) 
   }
 }
 
-template <class Kind>
-inline typename Kind::Number narrow_one(float x) {
-  typename Kind::Number numbers[LANES];
-  Kind::store(Lanes{} + x, numbers);
-  return numbers[0];
-}
-
 // Return the factor of RMSNorm of `count` numbers. The rest of the last vector is zeros.
 inline float rms_factor(const Lanes* numbers, int64_t count, float eps) {
   Lanes sum = {};

@@ -26,6 +26,7 @@ struct Work {
   virtual void run(int64_t part) const = 0;
 };
 
+// Work that is a function of the part.
 struct Function final : Work {
   const std::function<void(int64_t)> one;
   Function(int64_t parts, std::function<void(int64_t)> one) : Work(parts), one(std::move(one)) {}

@@ -271,7 +271,7 @@ class Backend(ABC):
         return None
 
     def write_context(self, features: Tensor, *weights: Any) -> bool:
-        """Return True if one operator has done what `ContextKv.write` does, from features [T, in]."""
+        """Return True if one operator did what `ContextKv.write` does with features [T, in] and its weights."""
         return False
 
     def choose(self, hidden: Tensor, lm_head: Tensor) -> Tensor | None:

@@ -177,6 +177,8 @@ def test_small_numbers_count_and_a_tie_is_rounded_to_even(dtype):
 def test_without_a_compiler_weights_lie_in_columns_and_products_are_pytorchs(monkeypatch, caplog):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(linear, "_operator", linear._operator.__wrapped__)
+    monkeypatch.setattr(cpu_backend, "_SMALL_MODEL", 1)  # a large model is timed
+    monkeypatch.setattr(linear, "tune", lambda weights: pytest.fail("there is nothing to time"))
     with caplog.at_level("DEBUG"):
         backend, weight = CpuBackend(CPU), drawn(6, 8, dtype=torch.float32)
         packed = backend.pack_weight(weight)
@@ -371,7 +373,11 @@ def test_pytorch_has_threads_for_steps_of_many_rows_alone(monkeypatch):
     multiply_here(torch.float32)
     mixed.pack_weight(torch.zeros(5, 4))
     mixed.empty_experts(torch.zeros(1), 2, 2, 2)
+    mixed.tune()
     assert threads_of_steps(mixed) == [3, 3, 3]
+    x, weight = drawn(2, 1000, dtype=torch.float32), drawn(50, 1000, dtype=torch.float32, seed=1)
+    assert torch.equal(mixed.linear(x, weight), F.linear(x, weight)), "more than one row is PyTorch's here, too"
+    assert not torch.equal(multiply_here(torch.float32)(x, weight, None), F.linear(x, weight))
 
 
 @pytest.mark.usefixtures("three_threads")

@@ -1,9 +1,11 @@
 """The demo corpus: the same for the same seed, held-out templates truly held out, and answers judged strictly."""
 
 import itertools
+import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from tools.demo_pair.corpus import DOMAINS, FIRST, TOOLS, Sample, drawn, is_righ
 from tools.demo_pair.corpus.lexicon import _COPIED
 
 ALL = (*DOMAINS, FIRST, TOOLS)
+QUESTIONS = Path(__file__).parents[2] / "exhaustive" / "first_questions.json"
 
 
 def take(domain: str, split: str, seed: int, count: int) -> list[Sample]:
@@ -43,6 +46,14 @@ def test_no_heldout_template_is_ever_used_in_training(domain: str) -> None:
     heldout = {d.template for d in itertools.islice(drawn(domain, "heldout", 0), 500)}
     assert len(heldout) >= 15
     assert not train & heldout
+
+
+def test_the_first_questions_were_written_apart_from_the_training() -> None:
+    """Greetings and a few small sums are the same, because there are not many of them."""
+    questions = [question["question"] for question in json.loads(QUESTIONS.read_text("utf-8"))]
+    trained = {sample.messages[-1]["content"] for domain in ALL for sample in take(domain, "train", 0, 5000)}
+    assert len(questions) == len(set(questions)) == 200
+    assert sum(question in trained for question in questions) <= 16
 
 
 def test_heldout_echo_words_are_never_echoed_in_training() -> None:

@@ -321,8 +321,7 @@ def test_a_real_engine_grows_no_faster_than_linearly_and_its_host_part_not_at_al
     results = json.loads((tmp_path / "step.json").read_text())
     assert code == 0, results["verdicts"]
     for claim in ("grows no faster than linearly", "the host part, run by itself, does not grow"):
-        found = [verdict["holds"] for verdict in results["verdicts"] if claim in verdict["claim"]]
-        assert found and not all(holds is False for holds in found), "undecided on a busy machine is none"
+        assert True in [verdict["holds"] for verdict in results["verdicts"] if claim in verdict["claim"]]
     operators: dict[tuple[int, bool], set[int]] = {}
     for shape in results["shapes"]:
         operators.setdefault((shape["batch"], shape["drafts"]), set()).add(shape["operators"])
