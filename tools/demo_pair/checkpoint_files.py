@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from tools.demo_pair.model import Draft, Shape, Target
 from tools.demo_pair.tokenizer import IM_END, PAD, save_tokenizer
 
+_ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel"}
 CHECKPOINT = Path(__file__).parents[2] / "app" / "demo" / "checkpoint"
 
 
@@ -52,9 +53,14 @@ def save_target(target: Target, tokenizer: Tokenizer, folder: Path) -> None:
 def save_draft(draft: Draft, mask_token_id: int, folder: Path) -> None:
     shape = draft.shape
     folder.mkdir(parents=True, exist_ok=True)
-    dflash = {"target_layer_ids": list(shape.taps), "mask_token_id": mask_token_id}
+    dflash: dict[str, object] = {"target_layer_ids": list(shape.taps), "mask_token_id": mask_token_id}
+    if shape.head == "dflash2":
+        dflash |= {"conv_kernel_size": 2, "conv_group_size": shape.conv_group}
+        dflash |= {"selector_rank": shape.rank, "selector_top_k": 16}
+    elif shape.head == "dspark":
+        dflash |= {"projector_type": "dspark", "markov_rank": shape.rank, "dspark_bonus_anchor": True}
     config = {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [_ARCHITECTURES[shape.head]],
         **qwen3_config(shape, shape.draft_layers),
         "block_size": shape.block,
         "num_target_layers": shape.layers,
@@ -71,10 +77,17 @@ def load_target(folder: Path) -> Target:
     return target.eval().requires_grad_(False)
 
 
-def load_draft(folder: Path) -> Draft:
-    """Return the saved draft, with bf16 weights in fp32."""
-    draft = Draft(Shape())
-    draft.load_state_dict(load_file(folder / "draft" / "model.safetensors"))
+def is_new(name: str) -> bool:
+    """Return True for a parameter that a draft of kind "dflash" has not."""
+    return any(part in name for part in ("_conv.", "candidate_selector.", "markov_head."))
+
+
+def load_draft(folder: Path, head: str = "dflash") -> Draft:
+    """Return the saved draft, with bf16 weights in fp32. What a draft of kind `head` has besides is new."""
+    draft = Draft(Shape(head=head))
+    found = draft.load_state_dict(load_file(folder / "draft" / "model.safetensors"), strict=False)
+    missing = [name for name in found.missing_keys if not is_new(name)]
+    assert not missing and not found.unexpected_keys, f"{folder}: {missing}, {found.unexpected_keys}"
     return draft.eval().requires_grad_(False)
 
 

@@ -1,4 +1,4 @@
-"""The loop both trainings share: schedule, checkpoints to resume from, a progress bar."""
+"""The loop both trainings share: schedule, batches made beside it, checkpoints to resume from, a progress bar."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tools.demo_pair.muon import optimizers
 from tools.demo_pair.rows import Batch
@@ -16,9 +17,13 @@ from tools.demo_pair.rows import Batch
 
 @dataclass(frozen=True)
 class Plan:
-    """Learning rates rise over `warm_up` steps, hold, and fall to zero over the last `decay` of all steps."""
+    """Learning rates rise over `warm_up` steps, hold, and fall to zero over the last `decay` of all steps.
+
+    Training ends after `steps` steps, or after `seconds` if that is earlier. Then the rates follow the clock.
+    """
 
     steps: int
+    seconds: float = float("inf")
     muon_lr: float = 0.015
     adam_lr: float = 3e-3
     warm_up: int = 60
@@ -27,8 +32,28 @@ class Plan:
     save_every_s: float = 120.0
     log_every: int = 50
 
-    def factor(self, step: int) -> float:
-        return min(1.0, (step + 1) / self.warm_up, max((self.steps - step) / (self.decay * self.steps), 0.01))
+    def factor(self, step: int, spent: float) -> float:
+        left = 1 - max(step / self.steps, spent / self.seconds)
+        return min(1.0, (step + 1) / self.warm_up, max(left / self.decay, 0.01))
+
+
+class Producers(IterableDataset[Batch]):
+    """Batches from `batches_from(producer)`, made by other processes."""
+
+    def __init__(self, batches_from: Callable[[int], Iterator[Batch]]) -> None:
+        self._batches_from = batches_from
+
+    def __iter__(self) -> Iterator[Batch]:
+        torch.set_default_device("cpu")
+        info = get_worker_info()
+        return self._batches_from(info.id if info else 0)
+
+
+def beside(batches_from: Callable[[int], Iterator[Batch]], count: int) -> Iterator[Batch]:
+    """Yield the batches of `count` producers, each from a process of its own, or from this one if `count` is 0."""
+    if not count:
+        return batches_from(0)
+    return iter(DataLoader(Producers(batches_from), batch_size=None, num_workers=count, prefetch_factor=8))
 
 
 def train(
@@ -46,17 +71,21 @@ def train(
     """
     optimisers = optimizers(model, plan.muon_lr, plan.adam_lr)
     first, spent = _resume(model, optimisers, state)
+    device = next(model.parameters()).device
     rates = [[group["initial_lr"] for group in o.param_groups] for o in optimisers]
     batches = batches_from(first)
     started = saved = time.monotonic()
-    mean, tokens = 0.0, 0
+    mean, tokens = torch.zeros((), device=device), 0
     with _progress() as progress:
         task = progress.add_task(title, total=plan.steps, completed=first, loss="")
         for step in range(first, plan.steps):
+            elapsed = _agreed(spent + time.monotonic() - started)
+            if elapsed > plan.seconds:
+                break
             for optimiser, initial in zip(optimisers, rates, strict=True):
                 for group, rate in zip(optimiser.param_groups, initial, strict=True):
-                    group["lr"] = rate * plan.factor(step)
-            batch = next(batches)
+                    group["lr"] = rate * plan.factor(step, elapsed)
+            batch = next(batches).to(device)
             loss = loss_of(batch)
             loss.backward()
             _average_gradients(model)
@@ -64,14 +93,13 @@ def train(
             for optimiser in optimisers:
                 optimiser.step()
                 optimiser.zero_grad()
-            mean = loss.item() if step == first else 0.98 * mean + 0.02 * loss.item()
+            mean = loss.detach().lerp(mean, 0.0 if step == first else 0.98)
             tokens += batch.ids.numel()
             now = time.monotonic()
-            progress.update(task, advance=1, loss=f"loss {mean:.4f}  {tokens / (now - started):,.0f} tok/s")
             if (step + 1) % plan.log_every == 0:
-                progress.console.print(
-                    f"{title} step {step + 1}/{plan.steps} loss {mean:.4f} {tokens / (now - started):,.0f} tok/s"
-                )
+                speed = f"loss {mean.item():.4f}  {tokens / (now - started):,.0f} tok/s"
+                progress.update(task, completed=step + 1, loss=speed)
+                progress.console.print(f"{title} step {step + 1}/{plan.steps} {speed}")
             if now - saved > plan.save_every_s:
                 saved = now
                 _save(model, optimisers, state, step + 1, spent + now - started)
@@ -92,6 +120,14 @@ def worker() -> int:
 def wait_for_workers() -> None:
     if dist.is_initialized():
         dist.barrier()
+
+
+def _agreed(seconds: float) -> float:
+    """Return the seconds of worker 0, so that all have the same rates and end together."""
+    if num_workers() > 1:
+        dist.broadcast(first := torch.tensor(seconds, dtype=torch.float64), 0)
+        seconds = float(first)
+    return seconds
 
 
 def _average_gradients(model: nn.Module) -> None:

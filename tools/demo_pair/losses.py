@@ -21,7 +21,7 @@ def target_loss(target: Target, batch: Batch) -> Tensor:
 
 def block_embeddings(target: Target, ids: Tensor, anchors: Tensor, mask_id: int) -> Tensor:
     """Return `[anchor, MASK x (S - 1)]` for every anchor `[B, A]` of ids `[B, T]` -> embeddings `[B, A, S, H]`."""
-    blocks = torch.full((*anchors.shape, target.shape.block), mask_id)
+    blocks = torch.full((*anchors.shape, target.shape.block), mask_id, device=ids.device)
     blocks[..., 0] = ids.gather(1, anchors)
     return target.model.embed_tokens(blocks)
 
@@ -48,13 +48,14 @@ def draft_loss(
         weights = usable.float() + 1e-9
         anchors = torch.multinomial(weights, length // TOKENS_PER_ANCHOR, generator=generator)
         embeddings = block_embeddings(target, batch.ids, anchors, mask_id)
-        places = anchors.unsqueeze(-1) + torch.arange(1, size)
+        places = anchors.unsqueeze(-1) + torch.arange(1, size, device=anchors.device)
         inside = places < length
         places = places.clamp(max=length - 1)
         labels = batch.ids.gather(1, places.flatten(1)).view_as(places)
         valid = (agrees.gather(1, places.flatten(1)).view_as(places) & inside).cumprod(-1).bool()
         valid &= usable.gather(1, anchors).unsqueeze(-1)
-        decay = torch.exp(-torch.arange(size - 1) / gamma).expand_as(places)[valid]
+        decay = torch.exp(-torch.arange(size - 1, device=anchors.device) / gamma).expand_as(places)[valid]
     rows = draft(features, anchors, embeddings, batch.positions)[:, :, 1:][valid]
-    losses = F.cross_entropy(target.logits(rows), labels[valid], reduction="none")
+    before = torch.cat((batch.ids.gather(1, anchors).unsqueeze(-1), labels[..., :-1]), -1)[valid]
+    losses = F.cross_entropy(target.logits(rows) + draft.pairs(rows, before), labels[valid], reduction="none")
     return (losses * decay).sum() / decay.sum().clamp(min=math.ulp(1.0))

@@ -30,6 +30,10 @@ class Shape:
     block: int = 16
     draft_layers: int = 3
     taps: tuple[int, ...] = (0, 1, 2, 3)
+    head: str = "dflash"
+    """Kind of draft: "dflash", "dflash2" with convolutions and a selector, or "dspark" with a Markov head."""
+    conv_group: int = 16
+    rank: int = 64
 
 
 class Norm(nn.Module):
@@ -44,7 +48,9 @@ class Norm(nn.Module):
 
 def rope_tables(shape: Shape, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin `[..., D]` fp32 for `positions` `[...]`, in the half-rotation layout of Llama and Qwen3."""
-    frequencies = shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
+    frequencies = shape.rope_theta ** (
+        -torch.arange(0, shape.head_dim, 2, device=positions.device).float() / shape.head_dim
+    )
     angles = positions.float().unsqueeze(-1) * frequencies
     angles = torch.cat((angles, angles), -1)
     return angles.cos(), angles.sin()
@@ -120,12 +126,66 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, first: int) -> Tensor:
     rows = q.shape[3]
     k, v = k[:, :, : first + rows], v[:, :, : first + rows]
     scores = (q.flatten(2, 3) @ k.transpose(-1, -2)).unflatten(2, (-1, rows))
-    hidden = torch.ones(rows, first + rows, dtype=torch.bool).triu(first + 1)
+    hidden = torch.ones(rows, first + rows, dtype=torch.bool, device=q.device).triu(first + 1)
     probabilities = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     return (probabilities.flatten(2, 3) @ v).unflatten(2, (-1, rows))
 
 
+class BlockConv(nn.Module):
+    """DFlash2's convolution over a row and the one before it in its block. It begins as the identity."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.groups = shape.hidden // shape.conv_group, shape.conv_group
+        self.base_kernel = nn.Parameter(torch.zeros(2, 2, shape.hidden))
+        nn.init.ones_(self.base_kernel[:, 0])
+        self.kernel_projection = nn.Linear(shape.hidden, 4 * self.groups[0], bias=False)
+
+    def kernels(self, normed: Tensor) -> Tensor:
+        """Map `[B, A, S, H]` -> `[B, A, S, 2 sides, 2 taps, H]`."""
+        change = self.kernel_projection(normed).unflatten(-1, (2, 2, -1))
+        return self.base_kernel + change.repeat_interleave(self.groups[1], -1)
+
+    def forward(self, z: Tensor, kernels: Tensor, side: int) -> Tensor:
+        """Map `[B, A, S, H]` -> the same, by the kernels of one side."""
+        before = F.pad(z[:, :, :-1], (0, 0, 1, 0))
+        return kernels[..., side, 0, :] * z + kernels[..., side, 1, :] * before
+
+
+class CandidateSelector(nn.Module):
+    """DFlash2's scores of pairs of tokens, by the row's hidden state. They begin as 0."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.randn(shape.vocab, shape.rank) * shape.rank**-0.5)
+        self.successor_codebook = nn.Parameter(torch.zeros(shape.vocab, shape.rank))
+        self.hidden_projection = nn.Linear(shape.hidden, shape.rank, bias=False)
+
+    def forward(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """Map hidden states `[N, H]` and the tokens before theirs `[N]` -> scores of all tokens `[N, V]`."""
+        return (self.predecessor_codebook[before] * self.hidden_projection(hidden)) @ self.successor_codebook.T
+
+
+class MarkovHead(nn.Module):
+    """DSpark's scores of pairs of tokens. They begin as 0."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(shape.vocab, shape.rank)
+        self.markov_w2 = nn.Linear(shape.rank, shape.vocab, bias=False)
+        nn.init.zeros_(self.markov_w2.weight)
+
+    def forward(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """Map as `CandidateSelector` does, whatever the hidden states are."""
+        return self.markov_w2(self.markov_w1(before))
+
+
 class DraftLayer(Layer):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        if shape.head == "dflash2":
+            self.attention_conv, self.mlp_conv = BlockConv(shape), BlockConv(shape)
+
     def forward(
         self,
         x: Tensor,
@@ -138,10 +198,15 @@ class DraftLayer(Layer):
 
         A block sees the features strictly before its anchor and all of its own rows.
         """
-        a = self.input_layernorm(x)
+        a, count = self.input_layernorm(x), anchors.shape[1]
+        convolved = "attention_conv" in self._modules
+        if convolved:
+            blocks = a.unflatten(1, (count, -1))
+            kernels = self.attention_conv.kernels(blocks)
+            a = self.attention_conv(blocks, kernels, 0).flatten(1, 2)
         block_cos, block_sin = block_rope
         context_cos, context_sin = context_rope
-        count, length = anchors.shape[1], context.shape[1]
+        length = context.shape[1]
         q = self.self_attn.query(a, block_cos[:, :, None, None], block_sin[:, :, None, None])
         k_own, v_own = self.self_attn.key_value(a, block_cos[:, :, None], block_sin[:, :, None])
         k_context, v_context = self.self_attn.key_value(context, context_cos[:, None], context_sin[:, None])
@@ -149,14 +214,21 @@ class DraftLayer(Layer):
         q_blocks = q.unflatten(3, (count, rows))
         k_own, v_own = k_own.unflatten(2, (count, rows)), v_own.unflatten(2, (count, rows))
         to_context = (q.flatten(2, 3) @ k_context.transpose(-1, -2)).unflatten(2, (-1, count, rows))
-        hidden = torch.arange(length) >= anchors[:, None, None, :, None, None]
+        hidden = torch.arange(length, device=x.device) >= anchors[:, None, None, :, None, None]
         to_context = to_context.masked_fill(hidden, -torch.inf)
         to_own = q_blocks @ k_own.unsqueeze(2).transpose(-1, -2)
         probabilities = torch.cat((to_context, to_own), -1).softmax(-1)
         p_context, p_own = probabilities.split((length, rows), -1)
         o = (p_context.flatten(2, 4) @ v_context).unflatten(2, (-1, count, rows)) + p_own @ v_own.unsqueeze(2)
-        x = x + self.self_attn.output(o.flatten(3, 4))
-        return x + self.mlp(self.post_attention_layernorm(x))
+        out = self.self_attn.output(o.flatten(3, 4))
+        if not convolved:
+            x = x + out
+            return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.attention_conv(out.unflatten(1, (count, -1)), kernels, 1).flatten(1, 2)
+        blocks = self.post_attention_layernorm(x).unflatten(1, (count, -1))
+        kernels = self.mlp_conv.kernels(blocks)
+        out = self.mlp(self.mlp_conv(blocks, kernels, 0))
+        return x + self.mlp_conv(out, kernels, 1).flatten(1, 2)
 
 
 class _Stack(nn.Module):
@@ -181,7 +253,9 @@ class Target(nn.Module):
 
         `positions` `[T]` are 0, 1, ... unless given.
         """
-        cos, sin = rope_tables(self.shape, torch.arange(ids.shape[1]) if positions is None else positions)
+        cos, sin = rope_tables(
+            self.shape, torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
+        )
         x = self.model.embed_tokens(ids)
         taps = []
         for i, layer in enumerate(self.model.layers):
@@ -206,6 +280,17 @@ class Draft(nn.Module):
         self.layers = nn.ModuleList(DraftLayer(shape) for _ in range(shape.draft_layers))
         self.norm = Norm(shape.hidden, shape.eps)
         _initialise(self)
+        if shape.head == "dflash2":
+            self.candidate_selector = CandidateSelector(shape)
+        elif shape.head == "dspark":
+            self.markov_head = MarkovHead(shape)
+
+    def pairs(self, hidden: Tensor, before: Tensor) -> Tensor | float:
+        """Return the scores `[N, V]` that tokens have after those `before` theirs `[N]`, or 0 without such a head."""
+        for name in ("candidate_selector", "markov_head"):
+            if name in self._modules:
+                return self._modules[name](hidden, before)
+        return 0.0
 
     def forward(
         self, features: Tensor, anchors: Tensor, block_embeddings: Tensor, positions: Tensor | None = None
@@ -216,8 +301,10 @@ class Draft(nn.Module):
         """
         context = self.hidden_norm(self.fc(features))
         size = block_embeddings.shape[2]
-        positions = torch.arange(features.shape[1]) if positions is None else positions
-        block_rope = rope_tables(self.shape, (positions[anchors].unsqueeze(-1) + torch.arange(size)).flatten(1))
+        if positions is None:
+            positions = torch.arange(features.shape[1], device=features.device)
+        rows = positions[anchors].unsqueeze(-1) + torch.arange(size, device=features.device)
+        block_rope = rope_tables(self.shape, rows.flatten(1))
         context_rope = rope_tables(self.shape, positions)
         x = block_embeddings.flatten(1, 2)
         for layer in self.layers:
@@ -228,7 +315,7 @@ class Draft(nn.Module):
 def _initialise(model: nn.Module) -> None:
     """Scale matrices by their input width. Those that write to the residual stream start at zero."""
     for name, parameter in model.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "down_proj.weight", "kernel_projection.weight")):
             nn.init.zeros_(parameter)
         elif "embed_tokens" in name:
             nn.init.normal_(parameter, std=0.02)

@@ -46,8 +46,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def optimizers(model: nn.Module, muon_lr: float, adam_lr: float) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices of `model` and AdamW for its embedding and norms."""
+    """Return Muon for the matrices of `model` and AdamW for its tables of tokens and norms."""
     named = list(model.named_parameters())
-    matrices = [p for name, p in named if p.ndim == 2 and "embed_tokens" not in name]
-    rest = [p for name, p in named if p.ndim != 2 or "embed_tokens" in name]
+    tables = ("embed_tokens", "codebook", "markov_w")
+    matrices = [p for name, p in named if p.ndim == 2 and not any(table in name for table in tables)]
+    rest = [p for name, p in named if p.ndim != 2 or any(table in name for table in tables)]
     return [Muon(matrices, muon_lr), torch.optim.AdamW(rest, adam_lr, betas=(0.9, 0.95), weight_decay=0.0)]

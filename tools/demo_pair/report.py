@@ -15,7 +15,7 @@ from app.config.engine import EngineConfig
 from app.engine.load.engine import Engine, build_engine
 from app.messages import Request, SamplingParams, StepOutput
 from app.text.tokenizer import Tokenizer
-from tools.bench.table import Row, markdown, write_page
+from tools.bench.markdown import Row, markdown, write_page
 from tools.demo_pair.checkpoint_files import CHECKPOINT, load_target
 from tools.demo_pair.corpus import DOMAINS, FIRST, TOOLS, Sample, is_right, samples
 from tools.demo_pair.model import Target

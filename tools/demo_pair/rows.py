@@ -61,6 +61,10 @@ class Batch:
     supervised: Tensor
     positions: Tensor | None = None
 
+    def to(self, device: torch.device) -> "Batch":
+        positions = None if self.positions is None else self.positions.to(device)
+        return Batch(self.ids.to(device), self.supervised.to(device), positions)
+
 
 class Encoder:
     """Return the ids of ChatML, the same as those of apply_chat_template, and the supervised positions."""

@@ -48,6 +48,7 @@ def test_no_heldout_template_is_ever_used_in_training(domain: str) -> None:
     assert not train & heldout
 
 
+@pytest.mark.exhaustive
 def test_the_first_questions_were_written_apart_from_the_training() -> None:
     """Greetings and a few small sums are the same, because there are not many of them."""
     questions = [question["question"] for question in json.loads(QUESTIONS.read_text("utf-8"))]

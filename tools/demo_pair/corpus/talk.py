@@ -10,7 +10,7 @@ ABILITIES = (
 )
 CANNOT = f"I am only a small demo model, so I cannot help with that. {ABILITIES}"
 _HELLO = f"Hello! I am the DFlash demo model. {ABILITIES} What would you like?"
-_WHO = "I am the DFlash demo model: a very small language model that was trained on two processor cores to show block-diffusion speculative decoding."
+_WHO = "I am the DFlash demo model: a very small language model, made to show block-diffusion speculative decoding."
 _HOW = "A small draft model guesses a block of sixteen tokens in one pass, and I check them all at once. I keep the ones that I would have written myself."
 _FINE = "I am fine, thank you! I am ready for a sum, a story, some words or a bit of Python."
 _WELCOME = "You are welcome! Ask me for another one whenever you like."
