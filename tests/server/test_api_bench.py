@@ -14,7 +14,7 @@ from app.text.detokenizer import Detokenizer
 from app.text.tokenizer import Tokenizer
 from tools.bench import traffic
 from tools.bench.client import Answer, ServerError
-from tools.bench.table import Table
+from tools.bench.markdown import Table
 from tools.lab import api, streaming
 from tools.lab.__main__ import main
 from tools.lab.publish import Verdict

@@ -161,7 +161,7 @@ def test_eval_reads_gsm8k(server: OwnServer, tmp_path: Path, capsys: pytest.Capt
         ("--serve-args=--port=1", 2, "--serve-args --port=1"),
         ("--compare plain --serve-args=--frobnicate", 1, "the server plain did not start: error: unknown flag"),
         ("--out /proc/x", 2, "--out /proc/x"),
-        ("eval --dataset demo:prose", 2, "nobody can tell whether answers to prose are right"),
+        ("eval --concurrency 1,2 --num-prompts 4,5,6", 2, "--num-prompts 4,5,6: there are 2 loads"),
         ("eval --base-url http://a --serve-args=--x", 2, "give one of them"),
     ],
 )

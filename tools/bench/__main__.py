@@ -7,7 +7,8 @@ from tools.parts import choose
 
 PARTS = {
     "http": "servers compared over HTTP in interleaved rounds: the default part",
-    "eval": "accuracy and acceptance length with and without drafts, on GSM8K or the demo's own problems",
+    "eval": "accuracy and acceptance length with and without drafts, on published evaluations or the demo's problems",
+    "table": "accuracy, acceptance length and speed by tensor parallelism and concurrency, in one table",
 }
 
 

@@ -6,8 +6,8 @@ from functools import reduce
 from statistics import median
 
 from tools.bench.client import Answer, Drafting
+from tools.bench.formats import Prompt
 from tools.bench.paired import Comparison
-from tools.bench.prompts import Prompt
 from tools.bench.traffic import Load, Round
 
 

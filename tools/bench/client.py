@@ -12,13 +12,16 @@ from typing import Any
 import httpx
 import msgspec
 
-from tools.bench.prompts import Prompt
+from tools.bench.formats import Prompt
 
 Clock = Callable[[], float]
 LIMITED = ("ttft", "tpot", "e2el")
 """The properties of an Answer that `--goodput` can limit."""
 
 _SAMPLE = re.compile(r"^(?:\w+:)?spec_decode_num_([a-z_]+?)(?:_total)?(?:\{(.*)\})?\s+([0-9.eE+]+)\s*$", re.MULTILINE)
+_SGLANG = re.compile(
+    r"^sglang:(spec_verify_calls|generation_tokens|num_requests)_total(?:\{.*\})?\s+([0-9.eE+]+)\s*$", re.MULTILINE
+)
 _POSITION = re.compile(r'position="(\d+)"')
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
@@ -232,7 +235,22 @@ class Drafting(Counter[tuple[str, int | None]]):
         for name, labels, value in _SAMPLE.findall(exposition):
             position = _POSITION.search(labels)
             counts[name, int(position.group(1)) if position else None] += float(value)  # type: ignore[assignment]
+        if ("drafts", None) not in counts and "\nsglang:" in f"\n{exposition}":
+            return cls._of_sglang(exposition)
         return counts if ("drafts", None) in counts else None
+
+    @classmethod
+    def _of_sglang(cls, exposition: str) -> "Drafting":
+        """Read SGLang's counters, which it adds to when a request ends and does not show before.
+
+        A request's first token is of its prefill, and all others are of steps that verified drafts. The gauge
+        `spec_accept_length` is not read: it is of the last few steps, which may be another round's.
+        """
+        sums: Counter[str] = Counter()
+        for name, value in _SGLANG.findall(exposition):
+            sums[name] += float(value)  # type: ignore[assignment]
+        steps, drafted = sums["spec_verify_calls"], sums["generation_tokens"] - sums["num_requests"]
+        return cls({("drafts", None): steps, ("accepted_tokens", None): drafted - steps})
 
     def since(self, before: "Drafting") -> "Drafting":
         grown = Drafting(self)

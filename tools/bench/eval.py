@@ -1,9 +1,11 @@
 """Accuracy and acceptance length, with and without drafts: `python -m tools.bench eval`.
 
 Every problem is asked once at each concurrency, with DFlash and without. --base-url names one server, which is asked
-with `speculate: false` as well, or several. Otherwise the bench starts two servers. The final number of an answer is
-compared, like in GSM8K's harnesses. The exit code is 1 if a request failed, if `speculate` was ignored or if the
-acceptance length is not the expected one. It is 2 after a mistake in the command line.
+with `speculate: false` as well, or several. Otherwise the bench starts two servers. A --dataset FILE in the published
+format of GSM8K, MATH-500, HumanEval, MBPP, MMLU, Alpaca or MT-Bench is recognised by its fields. Numbers, boxes and
+letters are compared, and code is run against its tests in a sandbox. Alpaca and MT-Bench have no right answers. The
+exit code is 1 if a request failed, if `speculate` was ignored or if the acceptance length is not the expected one. It
+is 2 after a mistake in the command line.
 """
 
 import argparse
@@ -20,7 +22,8 @@ from tools.bench import prompts
 from tools.bench.cell import Cell
 from tools.bench.client import Server, ServerError
 from tools.bench.command import guarded, out_folder, progress
-from tools.bench.flags import add_sampling_flags, add_server_flags, amount, count, counts
+from tools.bench.flags import add_sampling_flags, add_server_flags, amount, counts
+from tools.bench.formats import BOXED, Prompt
 from tools.bench.http import loads, servers
 from tools.bench.report import Publication
 from tools.bench.traffic import Load, Round, run_round
@@ -38,12 +41,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def evaluate(options: argparse.Namespace, command: str) -> int:
     datasets = prompts.named(options.dataset, options.seed, options.instruction)
-    for dataset in datasets:
-        if not all(prompt.judge for prompt in dataset.first(dataset.size or 1)):
-            raise ConfigError(
-                f"--dataset {options.dataset}: nobody can tell whether answers to {dataset.name} are right",
-                f"GSM8K's lines have an answer, and demo:{','.join(prompts.judged_domains())}",
-            )
+    wanted = loads(options)
     if options.base_url and options.serve_args:
         raise ConfigError("--base-url names servers that run, --serve-args start our own", "give one of them")
     publication = Publication(out_folder(options), {}, command)
@@ -51,8 +49,9 @@ def evaluate(options: argparse.Namespace, command: str) -> int:
     with publication, servers(options, (ON, OFF), console) as (found, publication.about), asyncio.Runner() as runner:
         ways = _on_and_off(found[0]) if len(found) == 1 else found
         for dataset in datasets:
-            for load in loads(options):
-                cells.append(_ask_all(runner, ways, dataset, options.limit, load, console))
+            for load in wanted:
+                asked = dataset.first(load.num_prompts or dataset.size or load.usual_prompts)
+                cells.append(ask_all(runner, ways, dataset.name, asked, load, console))
     complaints = [*_ignored(cells, ways), *_unexpected(cells, options.expect_acceptance)]
     for complaint in complaints:
         print(f"- {complaint}")
@@ -66,26 +65,26 @@ def _on_and_off(server: Server) -> list[Server]:
     return [replace(server, name=ON), replace(server, name=OFF, fields={**server.fields, "speculate": False})]
 
 
-def _ask_all(
+def ask_all(
     runner: asyncio.Runner,
     ways: Sequence[Server],
-    dataset: prompts.Dataset,
-    limit: int | None,
+    name: str,
+    asked: Sequence[Prompt],
     load: Load,
     console: Console,
 ) -> Cell:
-    asked = dataset.first(limit or dataset.size or 1)
+    """Ask each server every prompt once. Raises ServerError if every request to one failed."""
     played: dict[str, list[Round]] = {}
     with progress(console) as bar:
         for way in ways:
-            task = bar.add_task(f"{dataset.name}, {load}: {way.name}", total=len(asked))
+            task = bar.add_task(f"{name}, {load}: {way.name}", total=len(asked))
             found = runner.run(run_round(way, asked, load, partial(bar.advance, task)))
             if not found.tokens:
                 hint = f"two servers can be compared: --base-url {ON}=URL --base-url {OFF}=URL"
                 why = found.failures[0]
                 raise ServerError(f"every request to {way.name} failed: {why}", hint if "speculate" in why else "")
             played[way.name] = [found]
-    return Cell(dataset.name, load, asked, played)
+    return Cell(name, load, asked, played)
 
 
 def _ignored(cells: Sequence[Cell], ways: Sequence[Server]) -> Iterator[str]:
@@ -111,14 +110,27 @@ def parser() -> argparse.ArgumentParser:
     parser = ToolParser(
         prog="python -m tools.bench eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
-    add("--dataset", default="demo:math", help="GSM8K's .jsonl, or demo:DOMAIN,... [default: demo:math]")
-    parser.set_defaults(request_rate=None)
-    add("--limit", type=count, metavar="N", help="the first N problems [default: all]")
-    add("--concurrency", type=counts, default=[1, 8], metavar="N,N", help="[default: 1,8]")
-    add("--expect-acceptance", type=amount, metavar="X", help="the expected tokens a step")
-    about = f"follows every question of a file [default: {prompts.BOXED}]".replace("%", "%%")
-    add("--instruction", default=prompts.BOXED, help=about)
+    add_dataset_flags(parser, concurrency=[1, 8])
+    parser.add_argument("--expect-acceptance", type=amount, metavar="X", help="the expected tokens a step")
     add_server_flags(parser)
     add_sampling_flags(parser, max_tokens=512)
     return parser
+
+
+def add_dataset_flags(parser: argparse.ArgumentParser, concurrency: list[int]) -> None:
+    add = parser.add_argument
+    about = (
+        "a file of a published evaluation (.jsonl or .json), gsm8k-long:IN,OUT (made-up problems of about IN tokens, "
+        "answers of at most OUT), or demo:DOMAIN,... [default: demo:math]"
+    )
+    add("--dataset", default="demo:math", help=about)
+    parser.set_defaults(request_rate=None)
+    about = "the first N problems; several N are one for each --concurrency [default: all]"
+    add("--num-prompts", "--limit", type=counts, metavar="N,N", help=about)
+    default = ",".join(map(str, concurrency))
+    add("--concurrency", type=counts, default=concurrency, metavar="N,N", help=f"[default: {default}]")
+    instructions = parser.add_mutually_exclusive_group()
+    about = "follows every question of an evaluation [default: its own one, which is --boxed for GSM8K and MATH-500]"
+    instructions.add_argument("--instruction", help=about)
+    about = f"the instruction is: {BOXED}".replace("%", "%%")
+    instructions.add_argument("--boxed", action="store_const", const=BOXED, dest="instruction", help=about)

@@ -18,10 +18,15 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="NAME", help="[default: the first of /v1/models]")
     about = "vLLM's; nothing to set, because prompts decide whether they are chats"
     add("--backend", choices=["openai", "openai-chat", "vllm"], help=about)
-    about = "flags of `serve` for servers that the bench starts"
-    add("--serve-args", type=shlex.split, default=[], metavar="'...'", help=about)
-    add("--timeout", type=amount, default=600.0, metavar="S", help="seconds of silence that are a failure")
+    add_serve_flags(parser)
     add_out_flag(parser, "results.json")
+
+
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    about = "flags of `serve` for servers that the bench starts"
+    parser.add_argument("--serve-args", type=shlex.split, default=[], metavar="'...'", help=about)
+    about = "seconds of silence that are a failure"
+    parser.add_argument("--timeout", type=amount, default=600.0, metavar="S", help=about)
 
 
 def add_out_flag(parser: argparse.ArgumentParser, content: str) -> None:

@@ -23,10 +23,11 @@ from tools.bench.cell import Cell
 from tools.bench.client import Server, ServerError, ask, first_model, positions
 from tools.bench.command import guarded, out_folder, progress
 from tools.bench.flags import add_sampling_flags, add_server_flags, amount, count, counts, limit, listed, rates, spreads
+from tools.bench.formats import Prompt
+from tools.bench.markdown import split_page
 from tools.bench.own_server import WISHES, OwnServer, flags_of
 from tools.bench.paired import MIN_ROUNDS, Claim, rounds
 from tools.bench.report import Publication
-from tools.bench.table import split_page
 from tools.bench.traffic import Load, Round, run_round
 from tools.parts import ToolParser
 
@@ -50,14 +51,14 @@ def main(arguments: Sequence[str]) -> int:
 def bench(options: argparse.Namespace, command: str) -> int:
     synthetic = options.input_len or options.output_len or options.lengths
     datasets = [] if synthetic else prompts.named(options.dataset or "demo:math", options.seed)
-    variants = _variants(options)
+    variants, wanted = _variants(options), loads(options)
     if options.into:
         split_page(options.into)
     publication = Publication(out_folder(options), dict(options.goodput), command, options.into)
     console = Console(stderr=True)
     with publication, servers(options, variants, console) as (peers, publication.about), asyncio.Runner() as runner:
         for dataset in datasets or [_synthetic(runner, peers[0], options)]:
-            for load in loads(options):
+            for load in wanted:
                 publication.cells.append(measure(runner, peers, dataset, load, options, console))
     cells = publication.cells
     verdicts = {c.comparison.verdict(claim) for c in cells if c.comparison for claim in c.comparison.claims}
@@ -76,7 +77,7 @@ def measure(
 
     Raises ServerError if every request of a round failed.
     """
-    asked = dataset.first(options.num_prompts or load.usual_prompts)
+    asked = dataset.first(load.num_prompts or load.usual_prompts)
     played: dict[str, list[Round]] = {server.name: [] for server in peers}
 
     def play(server: Server) -> float:
@@ -138,17 +139,23 @@ def _variants(options: argparse.Namespace) -> list[str]:
 
 
 def loads(options: argparse.Namespace) -> list[Load]:
+    """Return a load for each request rate or concurrency. Raises ConfigError if --num-prompts has another length."""
     sampling = options.max_tokens, options.temperature, options.seed, options.timeout
+    found = [Load(concurrency, None, *sampling) for concurrency in options.concurrency]
     if options.request_rate:
-        return [Load(1, rate, *sampling) for rate in options.request_rate]
-    return [Load(concurrency, None, *sampling) for concurrency in options.concurrency]
+        found = [Load(1, rate, *sampling) for rate in options.request_rate]
+    numbers = options.num_prompts or [None]
+    if len(numbers) not in (1, len(found)):
+        given = ",".join(map(str, numbers))
+        raise ConfigError(f"--num-prompts {given}: there are {len(found)} loads", "give one, or one for each load")
+    return [replace(load, num_prompts=numbers[i % len(numbers)]) for i, load in enumerate(found)]
 
 
 def _synthetic(runner: asyncio.Runner, server: Server, options: argparse.Namespace) -> prompts.Dataset:
     """Return texts of the wished lengths in this server's tokens. Two requests measure the tokens of a word."""
 
     async def tokens(count: int) -> int:
-        prompt = prompts.Prompt({"prompt": prompts.words(count, random.Random(count))})
+        prompt = Prompt({"prompt": prompts.words(count, random.Random(count))})
         async with server.connect(options.timeout) as http:
             answer = await ask(http, server, prompt, {"max_tokens": 1})
         if answer.error:
@@ -175,7 +182,7 @@ def parser() -> argparse.ArgumentParser:
     add("--compare", type=listed, default=[], metavar="A,B", help=about)
     add("--block-sizes", type=counts, default=[], metavar="N,N", help="blocks of N rows, against plain")
     add = parser.add_argument_group("prompts").add_argument
-    add("--dataset", help="demo:DOMAIN,... or a .jsonl file [default: demo:math]")
+    add("--dataset", help="demo:DOMAIN,... or a file, like those of `eval` [default: demo:math]")
     add("--input-len", "--random-input-len", type=count, metavar="N", help="synthetic prompts of about N tokens")
     add("--output-len", "--random-output-len", type=count, metavar="N", help="and answers of N tokens, by ignore_eos")
     about = "vLLM's: `random` is --input-len and --output-len, and a file is --dataset"
@@ -192,8 +199,8 @@ def parser() -> argparse.ArgumentParser:
     add("--concurrency", "--max-concurrency", type=counts, default=[1, 4, 16], metavar="N,N", help="[default: 1,4,16]")
     about = "Poisson arrivals, R a second, instead of a fixed number at once"
     add("--request-rate", type=rates, metavar="R,R", help=about)
-    about = "[default: 3 x concurrency, but at least 8; 32 at a rate]"
-    add("--num-prompts", type=count, metavar="N", help=about)
+    about = "one number, or one for each load [default: 3 x concurrency, but at least 8; 32 at a rate]"
+    add("--num-prompts", type=counts, metavar="N,N", help=about)
     add("--tight", type=amount, default=0.03, help="width of a known ratio's interval [default: 0.03]")
     add("--at-least", type=amount, metavar="X", help="the aim of every ratio; rounds end when it is decided")
     about = f"[default: {MAX_ROUNDS}; one server {MIN_ROUNDS}]"

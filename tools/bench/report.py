@@ -15,12 +15,13 @@ import numpy as np
 
 from tools.bench.cell import Cell
 from tools.bench.client import Drafting
-from tools.bench.table import Row, Table, describe_host, markdown, write_page
+from tools.bench.markdown import Row, Table, describe_host, markdown, write_page
 
 SPEED = (
     "The median of the rounds. A ratio is of paired rounds: its Hodges-Lehmann estimate and its 95 % interval "
     "(Wilcoxon's signed ranks)."
 )
+ONE_ROUND = "Of one round: an indication. `python -m tools.bench http` compares speeds, in interleaved rounds."
 ACCEPTANCE = (
     "Tokens of a request's step that verified drafts, the bonus included, from the server's counters; "
     "`-`: no such counters, or no drafts."
@@ -82,6 +83,7 @@ class Publication:
 def tables(cells: Sequence[Cell], limits: Mapping[str, float]) -> list[Table]:
     """Return the tables that have rows. `limits` are goodput's, in seconds."""
     timed = [cell for cell in cells if cell.comparison is not None]
+    played_once = [cell for cell in cells if cell.comparison is None]
     drafting = [name for name in _variants(cells) if any(cell.acceptance_length(name) for cell in cells)]
     judged = [cell for cell in cells if any(cell.accuracy(name) is not None for name in cell.rounds)]
     kept = ", ".join(f"{kind.upper()} {1000 * limit:g} ms" for kind, limit in limits.items())
@@ -101,6 +103,7 @@ def tables(cells: Sequence[Cell], limits: Mapping[str, float]) -> list[Table]:
     latencies = [_head(cell) | _latency(cell, name) for cell in timed for name in cell.rounds]
     found = [
         Table("speed", "Output tokens per second", SPEED, by_cell(timed, _speed)),
+        Table("one_round", "Output tokens per second", ONE_ROUND, by_cell(played_once, _tokens_per_second)),
         Table("acceptance", "Mean acceptance length by batch size", ACCEPTANCE, acceptances),
         Table("positions", "Acceptance per position", POSITIONS, _positions(cells)),
         Table("accuracy", "Accuracy", ACCURACY, by_cell(judged, _accuracy)),
@@ -118,8 +121,12 @@ def _head(cell: Cell) -> Row:
     return {"text": cell.text, cell.load.kind: cell.load.label}
 
 
+def _tokens_per_second(cell: Cell) -> Row:
+    return {f"{name} tok/s": f"{cell.speed(name):.0f}" for name in cell.rounds}
+
+
 def _speed(cell: Cell) -> Row:
-    row: Row = {f"{name} tok/s": f"{cell.speed(name):.0f}" for name in cell.rounds}
+    row = _tokens_per_second(cell)
     assert cell.comparison is not None
     for claim in cell.comparison.claims:
         verdict = cell.comparison.verdict(claim).removeprefix("measured")
@@ -212,13 +219,13 @@ def as_json(cells: Sequence[Cell], shown: Sequence[Table], **about: Any) -> dict
 
 
 def _requests(cell: Cell, variant: str) -> Iterator[Row]:
-    """Yield every request. `chunks` and `last` are seconds after it was sent."""
+    """Yield every request, whose `text` is the answer's. `chunks` and `last` are seconds after it was sent."""
     for index, (prompt, answer) in enumerate(cell.asked(variant)):
         number, place = divmod(index, len(cell.prompts))
         right = None if prompt.judge is None else answer.error is None and prompt.judge(answer.text)
         yield (
             _head(cell)
-            | {"variant": variant, "round": number, "prompt": place}
+            | {"dataset": cell.text, "variant": variant, "round": number, "prompt": place}
             | asdict(answer)
             | {"chunks": [round(moment - answer.sent, 6) for moment in answer.chunks]}
             | {"last": round(answer.e2el, 6), "right": right}

@@ -4,22 +4,24 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 from tools.bench.client import Answer, Drafting, Server, ask, drafting
-from tools.bench.prompts import Prompt
+from tools.bench.formats import Prompt
 
-Ask = Callable[[int], Awaitable[Answer]]
-"""Sends the request with an index."""
+T = TypeVar("T")
+Ask = Callable[[int], Awaitable[T]]
+"""Sends the request, or the conversation, with an index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """`concurrency` requests at once. With a `rate` it is requests a second instead, any number of them at once.
 
-    If `temperature` is above 0, request i has the seed `seed` + i. `timeout` seconds of silence are a failure.
+    If `temperature` is above 0, request i has the seed `seed` + i. `timeout` seconds of silence are a failure. Without
+    `num_prompts` the bench decides how many prompts a round has.
     """
 
     concurrency: int = 1
@@ -28,6 +30,7 @@ class Load:
     temperature: float = 0.0
     seed: int = 0
     timeout: float = 600.0
+    num_prompts: int | None = None
 
     def fields(self, index: int) -> dict[str, Any]:
         """Return the fields of request `index`."""
@@ -83,26 +86,43 @@ def arrivals(count: int, rate: float, seed: int) -> list[float]:
     return list(accumulate((rng.expovariate(rate) for _ in range(count - 1)), initial=0.0))
 
 
-async def closed_loop(send: Ask, count: int, concurrency: int) -> list[Answer]:
+async def closed_loop(send: Ask[T], count: int, concurrency: int) -> list[T]:
     """Send `count` requests, `concurrency` at once, and return the answers in the order of the requests."""
     free = asyncio.Semaphore(concurrency)
 
-    async def send_when_free(index: int) -> Answer:
+    async def send_when_free(index: int) -> T:
         async with free:
             return await send(index)
 
     return await asyncio.gather(*map(send_when_free, range(count)))
 
 
-async def at_moments(send: Ask, moments: Sequence[float]) -> list[Answer]:
+async def at_moments(send: Ask[T], moments: Sequence[float]) -> list[T]:
     """Send a request at each moment, in seconds from now, without a limit to their number at once."""
     started = time.perf_counter()
 
-    async def send_at(index: int, moment: float) -> Answer:
+    async def send_at(index: int, moment: float) -> T:
         await asyncio.sleep(started + moment - time.perf_counter())
         return await send(index)
 
     return await asyncio.gather(*(send_at(index, moment) for index, moment in enumerate(moments)))
+
+
+def conversations(prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Return the indices of the prompts of each conversation, most of which have one."""
+    found: list[list[int]] = []
+    for index, prompt in enumerate(prompts):
+        if prompt.follows and found:
+            found[-1].append(index)
+        else:
+            found.append([index])
+    return found
+
+
+def continued(before: Prompt, answer: Answer, prompt: Prompt) -> Prompt:
+    """Return `prompt` after the messages of the one before it and the answer to that."""
+    said = {"role": "assistant", "content": answer.text}
+    return replace(prompt, body={"messages": [*before.body["messages"], said, *prompt.body["messages"]]})
 
 
 async def run_round(
@@ -110,19 +130,30 @@ async def run_round(
 ) -> Round:
     """Send every prompt once over new connections, because a server may close those of the last round.
 
-    `done` is called after each answer.
+    The prompts of a conversation are sent one after another, and count as one request of the load. `done` is called
+    after each answer.
     """
+    talks = conversations(prompts)
     async with server.connect(load.timeout) as http:
 
-        async def send(index: int) -> Answer:
-            answer = await ask(http, server, prompts[index], load.fields(index))
-            done()
-            return answer
+        async def send(number: int) -> list[Answer]:
+            answers: list[Answer] = []
+            asked = prompts[talks[number][0]]
+            for index in talks[number]:
+                asked = continued(asked, answers[-1], prompts[index]) if answers else asked
+                if answers and answers[-1].error is not None:
+                    now = time.perf_counter()
+                    answers.append(Answer(now, last=now, error="the previous turn failed"))
+                else:
+                    answers.append(await ask(http, server, asked, load.fields(index)))
+                done()
+            return answers
 
         before = await drafting(http)
         if load.rate is None:
-            answers = await closed_loop(send, len(prompts), load.concurrency)
+            answered = await closed_loop(send, len(talks), load.concurrency)
         else:
-            answers = await at_moments(send, arrivals(len(prompts), load.rate, load.seed))
+            answered = await at_moments(send, arrivals(len(talks), load.rate, load.seed))
         after = await drafting(http)
-    return Round(answers, after.since(before) if after is not None and before is not None else None)
+    growth = after.since(before) if after is not None and before is not None else None
+    return Round([answer for answers in answered for answer in answers], growth)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.fast.bench.scripted_server import DONE, Script, event, serving, usage
 from tools.bench.client import Answer, Drafting, Events, Server, ServerError, ask, first_model, positions
-from tools.bench.prompts import Prompt
+from tools.bench.formats import Prompt
 
 HELLO = Prompt({"messages": [{"role": "user", "content": "hello"}]})
 
@@ -230,7 +230,32 @@ def test_vllms_counters_are_read_over_its_engines_and_without_counts_of_what_was
     assert (found.acceptance_length, found.acceptance_at) == (1 + 6 / 4, [3 / 4])
 
 
+SGLANG = """\
+# TYPE sglang:spec_accept_length gauge
+sglang:spec_accept_length{model_name="m",tp_rank="0"} 9.5
+sglang:num_requests_total{model_name="m"} 2.0
+sglang:generation_tokens_total{model_name="m",is_streaming="true"} 50.0
+sglang:generation_tokens_total{model_name="m",is_streaming="false"} 12.0
+"""
+VERIFY_CALLS = 'sglang:spec_verify_calls_total{model_name="m"} 25.0\n'
+
+
+def test_sglangs_acceptance_is_of_tokens_after_the_first_and_of_verify_calls() -> None:
+    plain = Drafting.read(SGLANG)
+    after = Drafting.read(SGLANG.replace(" 2.0", " 6.0").replace(" 50.0", " 1.54e+02") + VERIFY_CALLS)
+    assert plain is not None and after is not None
+    assert after.since(plain).steps == 25 and after.since(plain).acceptance_length == (104 - 4) / 25
+    assert after.acceptance_at == []
+
+
+def test_without_verify_calls_sglang_has_no_acceptance_length_even_if_its_gauge_has_one() -> None:
+    before, after = Drafting.read(SGLANG), Drafting.read(SGLANG.replace(" 50.0", " 99.0"))
+    assert before is not None and after is not None and after.since(before).acceptance_length is None
+    fresh = Drafting.read("sglang:num_running_reqs 1.0\n")
+    assert fresh is not None and fresh.steps == 0 and fresh.acceptance_length is None
+
+
 def test_without_counters_there_is_no_drafting_and_without_drafts_no_acceptance_length() -> None:
-    assert Drafting.read("sglang:num_running_reqs 1.0\n") is Drafting.read("") is None
+    assert Drafting.read("peer:num_running_reqs 1.0\n") is Drafting.read("") is None
     found = Drafting.read("dflash:spec_decode_num_drafts_total 0.0\n")
     assert found is not None and found.acceptance_length is None and found.acceptance_at == []

@@ -10,7 +10,9 @@ import pytest
 
 from app import demo
 from app.config.error import ConfigError
-from tools.bench.prompts import BOXED, PRESETS, Lengths, Prompt, final_number, from_file, named, synthetic
+from tools.bench.formats import BOXED, Prompt
+from tools.bench.judges import final_number
+from tools.bench.prompts import PRESETS, Lengths, from_file, named, synthetic
 from tools.demo_pair import prompts as demo_prompts
 from tools.demo_pair.corpus import is_right, samples
 from tools.demo_pair.corpus.math import final_number as last_number
@@ -85,7 +87,7 @@ def test_a_short_file_comes_round_again(tmp_path: Path) -> None:
     [
         ('{"prompt"', "line 2: not JSON"),
         ("[1]", "line 2: an object is wanted"),
-        ('{"text": "x"}', "line 2: none of messages, prompt, conversations, question"),
+        ('{"text": "x"}', "line 2: its fields (text) are of no known format"),
         ('{"messages": "hi"}', "line 2: messages is no list"),
         ('{"messages": [{"role": "bot", "content": "x"}]}', "line 2: in messages a turn has role 'bot'"),
         ('{"messages": [{"role": "system", "content": "x"}]}', "line 2: messages has no user's turn"),

@@ -7,8 +7,8 @@ import pytest
 
 from tools.bench.cell import Cell, is_good
 from tools.bench.client import Answer, Drafting
+from tools.bench.formats import Prompt
 from tools.bench.paired import Claim, Comparison
-from tools.bench.prompts import Prompt
 from tools.bench.report import as_json, lengths, milliseconds, notes, tables
 from tools.bench.traffic import Load, Round
 
@@ -86,7 +86,9 @@ def test_the_tables_show_the_figures() -> None:
 def test_what_cannot_be_said_is_not_in_a_table() -> None:
     plain = Round([answer(0.0, 0.1, [0.1], 2)], None)
     alone = Cell("talk", Load(1), [Prompt({"prompt": "hi"})], {"peer": [plain]})
-    assert tables([alone], {}) == []
+    (shown,) = tables([alone], {})
+    assert shown.name == "one_round" and shown.rows == [{"text": "talk", "concurrency": "1", "peer tok/s": "10"}]
+    assert "an indication" in shown.meaning
 
 
 def test_failures_are_counted_shown_and_wrong() -> None:

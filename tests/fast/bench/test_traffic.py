@@ -6,8 +6,10 @@ from statistics import mean, pstdev
 
 import pytest
 
-from tools.bench.client import Answer
-from tools.bench.traffic import Load, Round, arrivals, at_moments, closed_loop
+from tools.bench import traffic
+from tools.bench.client import Answer, Server
+from tools.bench.formats import Prompt, prompts_of
+from tools.bench.traffic import Load, Round, arrivals, at_moments, closed_loop, run_round
 
 
 class Probe:
@@ -68,3 +70,24 @@ def test_loads_say_what_they_are() -> None:
     assert [str(Load(4)), Load(4).label, Load(4).kind] == ["4 at once", "4", "concurrency"]
     poisson = Load(rate=2.5)
     assert [str(poisson), poisson.label, poisson.kind] == ["2.5 requests a second", "2.5/s", "arrivals"]
+
+
+def test_a_later_turn_is_asked_after_the_answer_to_the_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[tuple[str, str]]] = []
+
+    async def ask(_http: object, _server: object, prompt: Prompt, _wishes: object) -> Answer:
+        seen.append([(message["role"], message["content"]) for message in prompt.body["messages"]])
+        last = seen[-1][-1][1]
+        return Answer(0.0, last=1.0, tokens=1, text=f"re {last}", error="broken" if last == "c" else None)
+
+    monkeypatch.setattr(traffic, "ask", ask)
+    asked = [prompt for turns in ("ab", "cd") for prompt in prompts_of({"question_id": 1, "turns": list(turns)})]
+    found = asyncio.run(run_round(Server("nobody", "http://127.0.0.1:9"), [*asked, asked[0]], Load(1)))
+    assert seen == [
+        [("user", "a")],
+        [("user", "a"), ("assistant", "re a"), ("user", "b")],
+        [("user", "c")],
+        [("user", "a")],
+    ]
+    assert [answer.text for answer in found.answers] == ["re a", "re b", "re c", "", "re a"]
+    assert found.failures == ["broken", "the previous turn failed"] and found.drafting is None
