@@ -94,7 +94,7 @@ class EngineCore:
         if not self.overlap:
             return
         try:
-            ahead = schedule_ahead(self.scheduler, batch)
+            ahead = schedule_ahead(self.scheduler, batch, draws=self.runner.layout.draws_in_graphs)
             if isinstance(ahead, Batch):
                 self._ahead = Launched(ahead, self.launch(ahead))
             else:
@@ -124,10 +124,7 @@ class EngineCore:
         return StepOutput(deltas, stats, scheduler.take_cache_events(), batch.begun)
 
     def run(self, requests: list[Request], on_step: Callable[[StepOutput], None] | None = None) -> dict[str, list[int]]:
-        """Run requests to their end, without a server. Return {request id: emitted tokens}.
-
-        Raises RuntimeError if a request ends with an error.
-        """
+        """Run requests without a server. Return {id: emitted tokens}. Raises RuntimeError if one ends with an error."""
         emitted: dict[str, list[int]] = {request.request_id: [] for request in requests}
         for request in requests:
             self.add(request)

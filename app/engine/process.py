@@ -212,6 +212,7 @@ def _info(engine: Engine, config: EngineConfig) -> EngineInfo:
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         vocab_size=engine.target.vocab_size,
         draft_config=report(draft) if draft else {},
+        quantised_bytes=engine.core.runner.backend.quantised_bytes,
         state_bytes=engine.states.nbytes - engine.states.checkpoint_bytes if engine.states else 0,
         state_cache_bytes=engine.states.checkpoint_bytes if engine.states else 0,
         num_state_checkpoints=engine.states.num_checkpoints if engine.states else 0,

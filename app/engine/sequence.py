@@ -20,7 +20,8 @@ class Sequence:
     at its first admission, and `num_found` the tokens on pages found at its last one. A `cacheable` sequence finds and
     publishes pages. It `is_sound` if all KV on its pages is known to be finite. `state_slot` has its recurrent state,
     `next_state_slot` gets that of the rows that run now, and `split_slot` that in the middle of them. They are 0 if
-    there is none. `replaceable` is the digest of a checkpoint that the sequence's next one replaces.
+    there is none. `replaceable` is the digest of a checkpoint that the sequence's next one replaces. A run ends when
+    its memory is freed, and a preempted sequence begins another.
     """
 
     request: Request
@@ -37,6 +38,7 @@ class Sequence:
     replaceable: bytes | None = None
     cacheable: bool = True
     is_sound: bool = False
+    num_ended_runs: int = 0
     _digests: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -44,9 +46,9 @@ class Sequence:
         self._digests = [hashlib.sha256(self.request.cache_salt.encode()).digest()]
 
     @property
-    def key(self) -> tuple[str, int]:
-        """Return an identity that no other sequence of the scheduler has."""
-        return self.request.request_id, self.arrival
+    def key(self) -> tuple[str, int, int]:
+        """Return an identity that no other sequence of the scheduler has, nor this one once it is recomputed."""
+        return self.request.request_id, self.arrival, self.num_ended_runs
 
     @property
     def num_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Two processes over Gloo decode what one does, with the demo pair and random pairs of all families."""
+"""Processes over Gloo decode what one does, with the demo pair and random pairs of all families."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +15,8 @@ from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.lossless import LUCKY, Case, Subject, assert_lossless, demo_subject, random_prompts
 from tests.fast.engine.pairs import FAMILIES, GPT_OSS, Pair, make_pair
 
+FOUR = ("demo", "Qwen3.5")
+"""Pairs that four processes share: one has two KV heads, and one two key heads. Two processes share the others."""
 CASES = (
     Case(concurrency=4, temperature=None, sampling="all", cached=True),
     Case(concurrency=4, page_size=4, preempted=True, chunked=True),
@@ -41,22 +43,25 @@ def subject_of(name: str, folder: Path) -> Subject:
     return Subject(name, pair.target, pair.draft, prompts)
 
 
-def job(subject: Subject, case: Case, **config: Any) -> Job:
+def job(subject: Subject, case: Case, size: int, **config: Any) -> Job:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lossless, "build_engine", lambda config: config)
         settled: EngineConfig = subject.engine(case)  # type: ignore[assignment]
-    return replace(settled, enforce_eager=True, tensor_parallel_size=2, **config), subject.requests(case)
+    given = settled.kv_cache_memory and settled.kv_cache_memory * (2 if size == 4 and subject.name == "demo" else 1)
+    sizes: dict[str, Any] = {"kv_cache_memory": given, "tensor_parallel_size": size, **config}
+    return replace(settled, enforce_eager=True, **sizes), subject.requests(case)
 
 
 @pytest.mark.parametrize("name", ["demo", "Llama 3.2, tied", "Qwen2.5", "Qwen3, biases", *LUCKY_PAIRS])
-def test_two_processes_decode_what_one_does(tmp_path: Path, name: str):
+def test_processes_decode_what_one_does(tmp_path: Path, name: str):
+    size = 4 if name in FOUR else 2
     subject = subject_of(name, tmp_path)
     offs = [replace(case, speculation="off", preempted=False, chunked=False) for case in CASES]
-    jobs = [job(subject, case) for case in (*CASES, *offs)]
+    jobs = [job(subject, case, size) for case in (*CASES, *offs)]
     if name == "demo":
-        jobs.append(job(subject, CASES[0], draft_tensor_parallel_size=1))
+        jobs.append(job(subject, CASES[0], size, draft_tensor_parallel_size=1))
     results = run_on_ranks(jobs, tmp_path, PROGRAM)
-    assert all(_agree(result) for result in results)
+    assert all(_agree(result) and len(result.digests) == size for result in results)
     for case, on, off in zip(CASES, results, results[len(CASES) :], strict=False):
         assert on.run.texts == off.run.texts
         assert_lossless(subject.compare(on.run.texts, case))

@@ -30,6 +30,8 @@ MAX_SINK_DIM = 128
 """Head size up to which attention takes sinks."""
 SCRATCH_BLOCK = 0
 """First block of padding requests, which may have more rows than a DFlash block."""
+BFLOAT16 = 15
+"""torch.bfloat16 as an operator's integer argument."""
 
 
 class ContractError(ValueError):
@@ -313,6 +315,15 @@ def _grouped_matmul(hold: _Holder, call: Mapping[str, Any]) -> None:
     hold("N35", x.is_contiguous() and weight.is_contiguous(), "x or weight is not contiguous")
     hold("N35", max(x.shape[1], weight.shape[2]) <= MAX_AXIS, f"an axis of {_shape(weight)} is above {MAX_AXIS}")
     hold("N35", x.dtype == weight.dtype, f"x is {x.dtype}, weight {weight.dtype}")
+    if x.dtype == torch.int8:
+        scales = {
+            "scale": ((len(weight), weight.shape[2]), torch.bfloat16),
+            "per_token_scale": ((len(x),), torch.float32),
+        }
+        for name, (shape, dtype) in scales.items():
+            (scale,) = call.get(name) or (None,)
+            fits = isinstance(scale, Tensor) and (tuple(scale.shape), scale.dtype) == (shape, dtype)
+            hold("N35", fits, f"{name} is {_kind(scale)}, not {dtype} {list(shape)}")
     counts = call.get("group_list")
     fits = isinstance(counts, Tensor) and counts.dtype == torch.int64 and tuple(counts.shape) == (len(weight),)
     hold("N35", fits and len(weight) >= MIN_EXPERTS, f"group_list is {_kind(counts)}, not int64 of two or more")
@@ -349,6 +360,31 @@ def _clipped_swiglu(hold: _Holder, call: Mapping[str, Any]) -> None:
     hold("N37", call.get("interleaved", True) is False, "interleaved was left True")
 
 
+def _dynamic_quant(hold: _Holder, call: Mapping[str, Any]) -> None:
+    x, given = call["input"], sorted(set(call) - {"input"})
+    fits = x.dim() == 2 and x.dtype == torch.bfloat16 and x.numel() > 0
+    hold("N40", fits and not given, f"input {_kind(x)} with {given}, not some rows of bfloat16 alone")
+
+
+def _quant_matmul(hold: _Holder, call: Mapping[str, Any]) -> None:
+    x, weight = call["x1"], call["x2"]
+    fits = x.dim() == weight.dim() == 2 and x.shape[1] == weight.shape[0] and x.numel() > 0 and x.is_contiguous()
+    hold("N41", fits, f"x1 {_shape(x)} with x2 {_shape(weight)}, not contiguous [T, in] with [in, out]")
+    hold("N41", weight.t().is_contiguous(), f"x2 {_shape(weight)} is not a contiguous [out, in], transposed")
+    hold("N41", {x.dtype, weight.dtype} == {torch.int8}, f"x1 is {x.dtype}, x2 {weight.dtype}")
+    hold("N41", max(weight.shape) <= MAX_AXIS, f"an axis of {_shape(weight)} is above {MAX_AXIS}")
+    wanted = {"scale": (weight.shape[1], torch.float32), "pertoken_scale": (len(x), torch.float32)}
+    if call.get("bias") is not None:  # one in int32 would be added before the scales
+        wanted["bias"] = (weight.shape[1], torch.bfloat16)
+    for name, (size, dtype) in wanted.items():
+        it = call.get(name)
+        fits = isinstance(it, Tensor) and tuple(it.shape) == (size,) and it.dtype == dtype and it.is_contiguous()
+        hold("N41", fits, f"{name} is {_kind(it)}, not contiguous {dtype} [{size}]")
+    hold("N41", call.get("output_dtype") == BFLOAT16, f"output_dtype is {call.get('output_dtype')}, not bfloat16")
+    others = sorted(set(call) - {"x1", "x2", "scale", "pertoken_scale", "bias", "output_dtype"})
+    hold("N41", not others, f"{others} are given")
+
+
 _ATTENTION = ("npu_fused_infer_attention_score", "_npu_fused_infer_attention_score_get_max_workspace")
 _ATTENTION_V2 = ("npu_fused_infer_attention_score_v2", "_npu_fused_infer_attention_score_v2_get_max_workspace")
 _CALL_RULES: dict[str, Callable[[_Holder, Mapping[str, Any]], None]] = {
@@ -366,6 +402,8 @@ _CALL_RULES: dict[str, Callable[[_Holder, Mapping[str, Any]], None]] = {
     "npu_grouped_matmul": _grouped_matmul,
     "npu_moe_token_unpermute": _unpermute,
     "npu_clipped_swiglu": _clipped_swiglu,
+    "npu_dynamic_quant": _dynamic_quant,
+    "npu_quant_matmul": _quant_matmul,
 }
 _VALUE_RULES: dict[str, Callable[[_Holder, Mapping[str, Any], bool], None]] = {
     "npu_fused_infer_attention_score": _attention_values,

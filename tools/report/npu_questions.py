@@ -281,6 +281,7 @@ def captures(backend: Backend, sizes: QuestionSizes) -> Result:
             core.runner.forward,
             core.runner.layout,
             graph_sizes,
+            None,
             pages=5,
             on_graph=lambda done, total: captured.append(done),
         )

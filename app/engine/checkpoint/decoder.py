@@ -5,11 +5,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from app.engine.checkpoint.fields import Raw, fields, flag, number, only, positive
+from app.engine.checkpoint.quantised import check_method
 from app.engine.checkpoint.shapes import AttentionMask, DecoderConfig, Llama3Scaling, MoeConfig, RopeConfig, YarnScaling
 from app.engine.errors import UnsupportedError
 
 EXPERTS_ALIGNMENT = 8
 """Numbers that a row of an expert's weights is a multiple of: 16 bytes in 16 bits, for PyTorch's grouped product."""
+QUANTISED = ("fp8", "compressed-tensors")
+"""Methods of quantization_config of the targets' families. Quantised drafts are not read."""
 _NUM_EXPERTS = ("num_experts", "num_local_experts")
 """The number of experts, by its names. Transformers 5 writes the second one."""
 _PAIR_KEYS = ("is_neox_style", "rope_is_neox_style")
@@ -22,13 +25,11 @@ _SCALING_KEYS = {
 
 
 def decoder_config(
-    raw: Raw, *, experts: Mapping[str, Any] | None = None, quantised: tuple[str, ...] = (), **traits: Any
+    raw: Raw, *, experts: Mapping[str, Any] | None = None, quantised: tuple[str, ...] = QUANTISED, **traits: Any
 ) -> DecoderConfig:
     """Return the sizes in a config.json, of a family that may be `quantised` by these methods. `traits` are fields of
-    the result that the family knows, and `experts` those of its experts, None for a family without.
-
-    Raises UnsupportedError naming a field that would be run wrongly.
-    """
+    the result that the family knows, and `experts` those of its experts, None for a family without. Raises
+    UnsupportedError naming a field that would be run wrongly."""
     _refuse_variants(raw, experts is not None, quantised)
     hidden, heads = positive(raw, "hidden_size"), positive(raw, "num_attention_heads")
     num_layers = positive(raw, "num_hidden_layers")
@@ -113,9 +114,7 @@ def _refuse_variants(raw: Raw, experts: bool, quantised: tuple[str, ...]) -> Non
     if not isinstance(kinds, list) or set(map(str, kinds)) != {"full_attention"}:
         only(raw, layer_types=())
     if (method := raw.get("quantization_config")) is not None:
-        method = method.get("quant_method") if isinstance(method, Mapping) else method
-        if method not in quantised:
-            raise UnsupportedError(f"quantization_config.quant_method = {method!r} is not supported yet")
+        check_method(method, quantised)
     only(raw, mlp_bias=(False,), partial_rotary_factor=(1.0,), final_logit_softcapping=(), attn_logit_softcapping=())
     only(raw, hidden_act=("silu",), **({} if experts else dict.fromkeys(_NUM_EXPERTS, (0,))))
 

@@ -5,19 +5,28 @@ A key is honoured, refused by the name of its dialect, known to change nothing, 
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from app.engine.checkpoint.decoder import decoder_config, layer_masks
 from app.engine.checkpoint.fields import Raw, fields, flag, naming, number, only, positive, without
-from app.engine.checkpoint.shapes import AttentionMask, DecoderConfig, DFlashConfig
+from app.engine.checkpoint.shapes import AttentionMask, DecoderConfig, DFlashConfig, PathConfig
 from app.engine.errors import UnsupportedError
 
 _SLIDING_KEYS = {"layer_types", "sliding_window", "use_sliding_window", "use_swa", "swa_window_size"}
-_LOGIT_KEYS = {"logit_scale", "final_logit_softcapping"}
-"""Keys that keep the order of logits, so the best token stays the best."""
-_INNER_KEYS = {*_SLIDING_KEYS, *_LOGIT_KEYS, "is_causal", "causal", "block_size", "target_layer_ids", "mask_token_id"}
-_INNER_KEYS |= {"mask_token", "num_target_layers", "target_hidden_size", "draft_vocab_size", "sample_from_anchor"}
+_LOGIT_KEYS = {"logit_scale", "output_multiplier", "final_logit_softcapping"}
+"""Keys that keep the order of logits, so the best token stays the best. A path head adds scores after them."""
+_INNER_KEYS = {
+    *_SLIDING_KEYS,
+    *_LOGIT_KEYS,
+    *"""is_causal causal causal_head block_size target_layer_ids mask_token_id mask_token num_target_layers
+    target_hidden_size draft_vocab_size sample_from_anchor dspark_bonus_anchor input_embedding_scale conv_kernel_size
+    conv_group_size selector_rank selector_top_k projector_type attention_mode markov_rank markov_head_type
+    dspark_backbone_conv_enabled""".split(),
+}
 """Keys that are read inside `dflash_config` or at the top level."""
+_DEEPSPEC_KEYS = {"target_layer_ids", "mask_token_id", "block_size"}
+"""Keys that stand at the top level in DeepSpec's layout, which has no `dflash_config`."""
 _OUTER_KEYS = """
     architectures model_type dtype torch_dtype hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim vocab_size rms_norm_eps hidden_act attention_bias mlp_bias tie_word_embeddings
@@ -28,27 +37,37 @@ _INERT = re.compile(
     r"_.*|transformers_version|auto_map|(bos|eos|pad)_token_id|initializer_range|use_cache|attention_dropout|use_return_dict"
     r"|return_dict|output_(attentions|hidden_states)|id2label|label2id|problem_type|is_encoder_decoder|pretraining_tp"
     r"|chunk_size_feed_forward|max_window_layers|(num|max)_anchors|has_no_defaults_at_init|speculators_version|speculators_config"
+    r"|(enable_)?confidence_\w+|use_aux_hidden_state"
     # Copied from the config of a target. A draft's layers are dense Qwen3's: tensors of experts are refused.
     r"|partial_rotary_factor|mrope_\w+|attn_output_gate|linear_\w+|full_attention_interval|mamba_ssm_dtype|mtp_\w+"
     r"|decoder_sparse_step|mlp_only_layers|norm_topk_prob|(num|n)_\w*experts\w*|experts_per_token|moe_\w+"
     r"|shared_expert\w*|router_\w+|output_router_logits"
 )
 _DIALECTS = (
-    (re.compile(r"conv\w*|\w+_conv\w*|\w*selector\w*|\w*codebook\w*|output_multiplier"), "DFlash2"),
-    (re.compile(r"markov\w*|\w*confidence\w*|dspark\w*|logit_head\w*"), "DSpark"),
+    (re.compile(r"conv\w*|\w+_conv\w*|\w*selector\w*|\w*codebook\w*"), "DFlash2"),
+    (re.compile(r"markov\w*|confidence_head|dspark\w*|logit_head\w*"), "DSpark"),
     (re.compile(r"shift_label|\w*gru\w*|domino\w*"), "Domino"),
-    (re.compile(r"jetspec\w*"), "JetSpec"),
+    (re.compile(r"jetspec\w*|draft_shift"), "JetSpec, whose drafts are trees"),
+    (re.compile(r"lilicorr\w*"), "LiLiCorr, with a transformer over a lattice of candidates"),
+    (re.compile(r"xpress\w*|hcache\w*|down_[hg]"), "xPress, which refines its block in several passes"),
+    (re.compile(r"layer_fusion_weights|\w+_proj_target"), "DFlare, with features of its own for each layer"),
+    (re.compile(r"(q|kv)_[ab]_\w+|(q|kv)_lora_rank"), "a draft with latent attention (MLA)"),
     (re.compile(r"\w*sinks?|\w*sink_\w+|attention_value_scale"), "a draft with attention sinks"),
     (re.compile(r"aux_hidden_norms?\w*|g_proj|gating"), "Laguna, with a norm for each tap"),
     (re.compile(r"encoder\w*"), "Muse-Glimmer"),
     (re.compile(r"experts|shared_expert\w*"), "a draft with experts"),
 )
 """Other variants of DFlash, by their keys and by parts of their tensors' names."""
+_RUN = ("DFlash2", "DSpark")
+_MODEL_TYPES = ("qwen3", "dflash", "dspark", "qwen3_moe", "qwen3_5_text")
+"""Types of drafts, and of targets whose config a draft was made from."""
+_ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel", "Qwen3DSparkModel")
 _TENSOR = re.compile(
     r"(fc|hidden_norm|norm|embed_tokens|lm_head)\.weight|d2t|t2d"
     r"|layers\.\d+\.(input_layernorm|post_attention_layernorm|self_attn\.([qkvo]_proj|[qk]_norm)"
     r"|mlp\.(gate|up|down)_proj)\.weight"
 )
+_CONFIDENCE_TENSOR = re.compile(r"confidence_head\.proj\.(weight|bias)")
 _BIAS = re.compile(r"layers\.\d+\.self_attn\.[qkvo]_proj\.bias")
 
 
@@ -64,11 +83,10 @@ def draft_config(
     `token_id` finds a mask token by its text. Raises UnsupportedError for what would be run wrongly, or does not fit.
     """
     keys, warnings = _flattened(raw)
-    only(keys, model_type=("qwen3", "dflash"), architectures=(["DFlashDraftModel"],))
-    for field in _LOGIT_KEYS:
-        number(keys, field, 1.0)
+    only(keys, model_type=_MODEL_TYPES, architectures=tuple([name] for name in _ARCHITECTURES))
     layers = without(keys, _SLIDING_KEYS | _LOGIT_KEYS)
-    decoder = decoder_config({"vocab_size": target.vocab_size, **layers}, qk_norm=True, masks=_masks(keys))
+    traits: dict[str, Any] = {"quantised": (), "qk_norm": True, "masks": _masks(keys)}
+    decoder = decoder_config({"vocab_size": target.vocab_size, **layers}, **traits)
     target_hidden_size = positive(keys, "target_hidden_size", decoder.hidden_size)
     draft_vocab_size = positive(keys, "draft_vocab_size", decoder.vocab_size)
     of_target = "target_hidden_size" if keys.get("target_hidden_size") else "hidden_size"
@@ -81,7 +99,7 @@ def draft_config(
         if found != wanted:
             both = f"{field} is {found}, but this target has {wanted}"
             raise UnsupportedError(f"{both}; give the draft that was made for this target")
-    first_draft_row = 0 if flag(keys, "sample_from_anchor") else 1
+    first_draft_row = _first_draft_row(keys)
     return DFlashConfig(
         decoder=decoder,
         block_size=_block_size(keys, block_size, first_draft_row),
@@ -90,16 +108,34 @@ def draft_config(
         target_hidden_size=target_hidden_size,
         draft_vocab_size=draft_vocab_size,
         first_draft_row=first_draft_row,
+        path=_path(keys, draft_vocab_size),
+        conv_group=_conv_group(keys, decoder.hidden_size),
+        embedding_scale=number(keys, "input_embedding_scale", 1.0),
         warnings=tuple(warnings),
     )
 
 
-def refuse_foreign_tensors(names: Iterable[str], *, biases: bool) -> None:
-    """Raise UnsupportedError for a draft's tensor that is not run. Left out, it would cost acceptance silently."""
-    unknown = sorted(name for name in names if not _TENSOR.fullmatch(name) and not (biases and _BIAS.fullmatch(name)))
+def windowed(draft: DFlashConfig, window: int) -> DFlashConfig:
+    """Return the draft with `window` in layers without one. Raises UnsupportedError if a block does not fit into it."""
+    if window < draft.block_size:
+        raise UnsupportedError(f"--draft-window {window} is less than a block of {draft.block_size} rows")
+    masks = tuple(mask if mask.window else mask._replace(window=window) for mask in draft.decoder.masks)
+    return replace(draft, decoder=replace(draft.decoder, masks=masks))
+
+
+def refuse_foreign_tensors(names: Iterable[str], draft: DFlashConfig) -> None:
+    """Raise UnsupportedError for a draft's tensor that is not run, which would cost acceptance silently, or for one of
+    its head that is missing."""
+    is_dspark = draft.first_draft_row == 0 or (draft.path is not None and draft.path.kind != "selector")
+    known = [_TENSOR, *[_BIAS] * draft.decoder.qkv_bias, *[_CONFIDENCE_TENSOR] * is_dspark]
+    others = {name for name in names if not any(pattern.fullmatch(name) for pattern in known)}
+    if missing := sorted(draft.own_tensors.keys() - others):
+        raise UnsupportedError(f"draft: tensor {missing[0]} is missing, and config.json asks for it")
+    unknown = sorted(others - draft.own_tensors.keys())
     for name in unknown:
         if dialect := next(filter(None, map(_dialect, name.split("."))), None):
-            raise UnsupportedError(f"draft: tensor {name} is of {dialect}, which is not supported yet")
+            why = "and config.json does not ask for it" if dialect in _RUN else "which is not supported yet"
+            raise UnsupportedError(f"draft: tensor {name} is of {dialect}, {why}")
     if unknown:
         reason = f"(one of {len(unknown)}) is of a variant of DFlash that is not supported yet"
         if _BIAS.fullmatch(unknown[0]):
@@ -109,21 +145,30 @@ def refuse_foreign_tensors(names: Iterable[str], *, biases: bool) -> None:
 
 def _flattened(raw: Raw) -> tuple[dict[str, Any], list[str]]:
     """Return the keys that mean something here, and warnings. Those in `dflash_config` win over those at the top."""
+    raw = _without_prefix(raw)
+    if also := fields(raw, "dspark_config"):
+        nested = also | fields(raw, "dflash_config")
+        raw = {"projector_type": "dspark", **without(raw, ("dspark_config",)), "dflash_config": nested}
     if "speculators_model_type" in raw or "transformer_layer_config" in raw:
         raw = _from_speculators(raw)
+    elif "dflash_config" not in raw and raw.keys() >= _DEEPSPEC_KEYS:
+        raw = _from_deepspec(raw)
     inner = raw.get("dflash_config")
     if not isinstance(inner, dict):
         made = f"(architectures: {raw.get('architectures')})"
         raise UnsupportedError(f"config.json has no dflash_config, so this is no DFlash draft {made}")
-    given = {name: value for name, value in inner.items() if value is not None}
-    inner = {name if name in _INNER_KEYS else f"dflash_config.{name}": value for name, value in given.items()}
+    inner = _without_prefix(inner)
+    given = {name: value for name, value in inner.items() if value is not None and not _is_noise(name, value)}
+    if foreign := sorted(given.keys() - _INNER_KEYS - set(_OUTER_KEYS)):
+        found = f"{foreign[0]} = {given[foreign[0]]!r}"
+        raise UnsupportedError(f"dflash_config has {found}, whose meaning is not known here")
     warnings = [
         f"{name} is {raw[name]!r} in config.json and {value!r} in its dflash_config, which is used"
-        for name, value in inner.items()
+        for name, value in given.items()
         if raw.get(name) not in (None, value)
     ]
-    merged = without(raw, ("dflash_config",)) | inner
-    keys = {name: value for name, value in merged.items() if not _is_noise(name.removeprefix("dflash_config."), value)}
+    merged = without(raw, ("dflash_config",)) | given
+    keys = {name: value for name, value in merged.items() if not _is_noise(name, value)}
     for name in ("rope_scaling", "rope_parameters"):
         keys[name] = {key: value for key, value in fields(keys, name).items() if not _INERT.fullmatch(key)}
     if unknown := [name for name in keys if name not in _INNER_KEYS and name not in _OUTER_KEYS]:
@@ -131,25 +176,58 @@ def _flattened(raw: Raw) -> tuple[dict[str, Any], list[str]]:
     return keys, warnings
 
 
+def _without_prefix(keys: Raw) -> dict[str, Any]:
+    """Return keys with the prefix of DSpark by their names without it. Raises UnsupportedError if both differ."""
+    found = dict(keys)
+    for name in [name for name in keys if name.startswith("dspark_") and name[7:] in _INNER_KEYS]:
+        value, plain = found.pop(name), found.get(name[7:])
+        if plain not in (None, value):
+            raise UnsupportedError(f"{name} is {value!r}, and {name[7:]} is {plain!r}")
+        found[name[7:]] = value
+    return found
+
+
 def _from_speculators(raw: Raw) -> dict[str, Any]:
     """Return a config of the speculators library in z-lab's layout. Its layer k is our layer k - 1."""
     kind, layer = raw.get("speculators_model_type"), raw.get("transformer_layer_config")
-    if kind != "dflash" or not isinstance(layer, dict):
+    if kind not in ("dflash", "dflash2", "dspark") or not isinstance(layer, dict):
         found = f"speculators_model_type {kind!r} with transformer_layer_config {type(layer).__name__}"
-        raise UnsupportedError(f"{found} is not supported yet; supported: 'dflash' with an object")
+        raise UnsupportedError(f"{found} is not supported yet; supported: dflash, dflash2 and dspark with an object")
     own = without(raw, ("speculators_model_type", "transformer_layer_config", "model_type", "architectures"))
     ids = own.pop("aux_hidden_state_layer_ids", None)
     if not isinstance(ids, list) or not all(type(i) is int and i > 0 for i in ids):
         raise UnsupportedError(f"aux_hidden_state_layer_ids must be a list of layer numbers from 1 on, found {ids!r}")
-    if own.pop("sliding_window_non_causal", False):
+    if own.pop("sliding_window_non_causal", kind == "dflash2"):
         own["is_causal"] = False
-    return {**without(layer, ("architectures",)), **own, "dflash_config": {"target_layer_ids": [i - 1 for i in ids]}}
+    if kind == "dflash2" and (own.get("sample_from_anchor") or own.get("draft_vocab_size")):
+        only(own, sample_from_anchor=(False,), draft_vocab_size=(layer.get("vocab_size"),))
+    if kind == "dspark":
+        methods = fields(own, "speculators_config").get("proposal_methods")
+        method = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], dict) else {}
+        if type(count := method.get("speculative_tokens")) is int and own.get("sample_from_anchor") is None:
+            own["sample_from_anchor"] = count >= positive(own, "block_size")
+        own = {"projector_type": kind, **own}
+    inner = fields(own, "dflash_config") | {"target_layer_ids": [i - 1 for i in ids]}
+    return {**without(layer, ("architectures",)), **own, "dflash_config": inner}
+
+
+def _from_deepspec(raw: Raw) -> dict[str, Any]:
+    """Return a config of DeepSpec in z-lab's layout. Raises UnsupportedError if nothing tells which rows predict."""
+    told = raw.get("markov_rank") or raw.get("architectures") == ["Qwen3DSparkModel"]
+    if not told and raw.get("sample_from_anchor") is None and raw.get("dspark_bonus_anchor") is None:
+        raise UnsupportedError(
+            "its keys stand at the top level as in DeepSpec, but nothing tells whether row 0 of a block predicts: "
+            "architectures is not Qwen3DSparkModel, and there is no markov_rank and no sample_from_anchor"
+        )
+    return {"projector_type": "dspark", **raw, "dflash_config": {}}
 
 
 def _is_noise(name: str, value: Any) -> bool:
     """Return True for a key that changes nothing. Raises UnsupportedError for one of a dialect."""
     if _INERT.fullmatch(name):
         return True
+    if name in _INNER_KEYS:
+        return False
     if (dialect := _dialect(name)) and value:
         raise UnsupportedError(f"{name} = {value!r} is of {dialect}, which is not supported yet")
     return dialect is not None
@@ -176,7 +254,52 @@ def _masks(keys: Raw) -> tuple[AttentionMask, ...]:
             raise UnsupportedError(f"sliding_window is {window!r}, but neither layer_types nor use_swa says where")
         kinds = ["full_attention"] * num_layers
     is_causal, causal = flag(keys, "is_causal"), flag(keys, "causal")
-    return layer_masks(kinds, window, num_layers, causal if is_causal is None else is_causal)
+    is_causal = causal if is_causal is None else is_causal
+    if flag(keys, "causal_head"):
+        if is_causal is False:
+            raise UnsupportedError("causal_head is true, and is_causal or causal is false, which contradicts")
+        is_causal = True
+    return layer_masks(kinds, window, num_layers, is_causal)
+
+
+def _first_draft_row(keys: Raw) -> int:
+    """Return 0 if row 0 of a block predicts. In DSpark's layouts it does, unless a key says that it is the anchor."""
+    samples, anchor = flag(keys, "sample_from_anchor"), flag(keys, "dspark_bonus_anchor")
+    if samples is not None and samples is anchor:
+        raise UnsupportedError(f"sample_from_anchor and dspark_bonus_anchor are both {samples}, which contradicts")
+    is_dspark = keys.get("projector_type") == "dspark" or bool(keys.get("markov_rank"))
+    if samples is None:
+        samples = is_dspark if anchor is None else not anchor
+    return 0 if samples else 1
+
+
+def _path(keys: Raw, vocab_size: int) -> PathConfig | None:
+    """Return the head that chooses among the best tokens of each row, or None. Raises UnsupportedError."""
+    only(keys, projector_type=("dspark", "dflash", "dflash2"), attention_mode=("gqa", "mha"))
+    only(keys, dspark_backbone_conv_enabled=(False,))
+    scale = number(keys, "logit_scale", 1.0) * number(keys, "output_multiplier", 1.0)
+    cap = number(keys, "final_logit_softcapping") if keys.get("final_logit_softcapping") is not None else None
+    if any(keys.get(name) is not None for name in ("selector_rank", "selector_top_k")):
+        only(keys, markov_rank=(0,))
+        path = PathConfig("selector", positive(keys, "selector_rank"), positive(keys, "selector_top_k", 16), scale, cap)
+    elif keys.get("markov_rank"):
+        only(keys, markov_head_type=("vanilla", "gated", "rnn"))
+        path = PathConfig(keys.get("markov_head_type") or "vanilla", positive(keys, "markov_rank"), 16, scale, cap)
+    else:
+        return None
+    if path.top_k > vocab_size:
+        raise UnsupportedError(f"a path through {path.top_k} candidates needs as many tokens, found {vocab_size}")
+    return path
+
+
+def _conv_group(keys: Raw, hidden_size: int) -> int:
+    """Return the channels of a group of DFlash2's convolutions, or 0 without them. Raises UnsupportedError."""
+    if all(keys.get(name) is None for name in ("conv_group_size", "conv_kernel_size")):
+        return 0
+    only(keys, conv_kernel_size=(2,))
+    if hidden_size % (group := positive(keys, "conv_group_size")):
+        raise UnsupportedError(f"hidden_size {hidden_size} is no multiple of conv_group_size {group}")
+    return group
 
 
 def _block_size(keys: Raw, wanted: int | None, first_draft_row: int) -> int:
@@ -192,7 +315,8 @@ def _block_size(keys: Raw, wanted: int | None, first_draft_row: int) -> int:
     if wanted is not None and not 2 <= wanted <= most + 1:
         outside = f"num_speculative_tokens {wanted - 1} is outside 1..{most}: the draft was trained with block_size"
         raise UnsupportedError(f"{outside} {trained}, and a larger block than that does not draft well")
-    return wanted or most + 1
+    # Of 16 rows that all predict the last is left out by default: GPUs and NPUs verify 16 rows at most.
+    return wanted or (most if (most, first_draft_row) == (16, 0) else most + 1)
 
 
 def _target_layer_ids(ids: Any, num_layers: int, num_target_layers: int) -> tuple[int, ...]:

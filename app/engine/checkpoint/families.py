@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from app.engine.checkpoint.decoder import decoder_config, layer_kinds, layer_masks
+from app.engine.checkpoint.decoder import QUANTISED, decoder_config, layer_kinds, layer_masks
 from app.engine.checkpoint.fields import Raw, fields, naming, number, only, positive, without
 from app.engine.checkpoint.shapes import SWIGLU_ALPHA, DecoderConfig, GatedDeltaConfig
 from app.engine.errors import UnsupportedError
@@ -51,7 +51,7 @@ def _gpt_oss(raw: Raw) -> DecoderConfig:
     limit = number(raw, "swiglu_limit", 7.0) if raw.get("swiglu_limit", 7.0) is not None else math.inf
     # Weights of experts are a softmax over the chosen ones.
     experts = {"norm_topk_prob": True, "has_bias": True, "swiglu_limit": limit}
-    return decoder_config(shared, experts=experts, quantised=("mxfp4",), sinks=True, masks=masks)
+    return decoder_config(shared, experts=experts, quantised=("mxfp4", *QUANTISED), sinks=True, masks=masks)
 
 
 def _hybrid(raw: Raw, *, experts: bool = False) -> DecoderConfig:

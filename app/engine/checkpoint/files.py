@@ -8,43 +8,34 @@ from typing import Any, Literal, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
+from app.engine.checkpoint.fields import fields
+from app.engine.checkpoint.quantised import refuse_formats
 from app.engine.errors import UnsupportedError
 
 DEMO = Path(__file__).parents[2] / "demo" / "checkpoint"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = (
-    "config.json generation_config.json model*.safetensors model.safetensors.index.json tokenizer* vocab.* merges.txt "
-    "special_tokens_map.json added_tokens.json chat_template*"
+    "config.json generation_config.json model*.safetensors layers-*.safetensors model.safetensors.index.json "
+    "mask_embedding.pt quant_model* optional/* tokenizer* vocab.* merges.txt special_tokens_map.json "
+    "added_tokens.json chat_template*"
 ).split()
 _PREFIX = re.compile(r"^((language_)?model\.)+")
 _AGAIN = "download it again"
-_QUANTISED = {
-    "g_idx": "GPTQ",
-    "qweight|qzeros|scales": "AWQ or GPTQ",
-    "weight_packed|weight_shape|weight_g_idx|weight_zero_point": "compressed-tensors",
-    r"(nested_)?(absmax|quant_map)|quant_state\.\w+|SCB": "bitsandbytes",
-    "weight_offset|deq_scale|quant_bias": "msModelSlim",
-    "weight_scale_inv": "fp8 in blocks",
-    "weight_scale_2|weight_global_scale|input_global_scale": "NVFP4",
-    "weight_scale|input_scale": "fp8 or int8 with scales",
-}
-"""Ends of tensors' names that only weights of one quantisation have, the surest first."""
 
 
 class StoredTensor(NamedTuple):
-    """A tensor's place: its file, its name there, and its shape."""
+    """A tensor's place: its file, its name there, its shape, and its dtype as safetensors names it."""
 
     file: Path
     name: str
     shape: list[int]
+    dtype: str
 
 
-def find_folder(name: str, role: Literal["target", "draft"]) -> Path:
-    """Return the folder of a checkpoint: `demo`, an existing folder, or a Hugging Face id. Raises UnsupportedError.
-
-    An id is downloaded if the cache does not hold it. The variables of huggingface_hub apply, like HF_HUB_OFFLINE.
-    """
+def find_folder(name: str, role: Literal["target", "draft"], files: Sequence[str] = _HUB_FILES) -> Path:
+    """Return the folder of a checkpoint: `demo`, an existing folder, or a Hugging Face id. Raises UnsupportedError. Of
+    an id `files` are downloaded if the cache lacks them. Variables of huggingface_hub apply, like HF_HUB_OFFLINE."""
     if name == "demo":
         return DEMO / role
     folder = Path(name).expanduser()
@@ -60,7 +51,7 @@ def find_folder(name: str, role: Literal["target", "draft"]) -> Path:
 
     hub, cache, login = constants.ENDPOINT, constants.HF_HUB_CACHE, "log in with `hf auth login` or HF_TOKEN"
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(name, allow_patterns=[*files]))
     except GatedRepoError:
         reason = f"{hub} asks for permission; accept the model's terms there and {login}"
     except RepositoryNotFoundError:
@@ -75,6 +66,17 @@ def find_folder(name: str, role: Literal["target", "draft"]) -> Path:
     if "/" not in name and name.lower().startswith("qwen"):
         reason += f"; did you mean {'z-lab' if 'dflash' in name.lower() else 'Qwen'}/{name}?"
     raise UnsupportedError(f"{role} {name}: there is no folder {folder.absolute()}, and {reason}")
+
+
+def find_file_of(tensor: str, name: str) -> Path:
+    """Return the file of safetensors that holds a tensor of a checkpoint, named as for `find_folder`, or the folder if
+    its index names none. Of an id only the index and this file are downloaded. Raises UnsupportedError."""
+    single, index = "model.safetensors", "model.safetensors.index.json"
+    folder = find_folder(name, "target", (index,))
+    homes = {} if (folder / single).is_file() else fields(read_json(folder / index, or_empty=True), "weight_map")
+    file = Path(str(next((home for stored, home in homes.items() if _PREFIX.sub("", stored) == tensor), single))).name
+    found = find_folder(name, "target", (file,)) / file
+    return found if found.is_file() else found.parent
 
 
 def read_json(file: Path, *, or_empty: bool = False) -> dict[str, Any]:
@@ -112,17 +114,18 @@ def token_id(text: str, folders: Iterable[Path]) -> int | None:
 
 def read_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return tensors by their names without `model.` and `language_model.` before them, because files differ in these.
-
-    A single file goes before an index, as in Transformers. Raises UnsupportedError unless all files are there and
-    whole, and if a name says that the weights are quantised, which config.json may not say.
-    """
-    single = folder / "model.safetensors"
-    if single.is_file():
-        headers = {single.name: _read_shapes(single)}
+    A single file goes before an index, as in Transformers; `folder` may be one. Raises UnsupportedError unless all
+    files are there and whole, and if a name says that the weights are quantised in a way that is not read."""
+    single = _first(folder, "quant_model_weight*.safetensors") or folder / "model.safetensors"
+    if folder.is_file():
+        folder, single = folder.parent, folder
+    index = _first(folder, "quant_model_weight*.safetensors.index.json") or folder / "model.safetensors.index.json"
+    if single.is_file() and not index.name.startswith("quant"):
+        headers = {single.name: _read_header(single)}
         weight_map = dict.fromkeys(headers[single.name], single.name)
     else:
-        weight_map = _weight_map(folder, single)
-        headers = {shard: _read_shapes(folder / shard) for shard in sorted(set(weight_map.values()))}
+        weight_map = _weight_map(folder, single, index)
+        headers = {shard: _read_header(folder / shard) for shard in sorted(set(weight_map.values()))}
     stored: dict[str, StoredTensor] = {}
     for name, shard in weight_map.items():
         if name not in headers[shard]:
@@ -130,12 +133,19 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
         plain = _PREFIX.sub("", name)
         if plain in stored:
             raise UnsupportedError(f"{folder}: two tensors are called {plain} after their prefixes")
-        stored[plain] = StoredTensor(folder / shard, name, headers[shard][name])
-    for ends, quantisation in _QUANTISED.items():
-        if quantised := min(filter(re.compile(rf".+\.({ends})").fullmatch, stored), default=None):
-            which = f"tensor {quantised} is of weights that are quantised ({quantisation})"
-            raise UnsupportedError(f"{folder}: {which}, which are not supported yet; give the model in bfloat16")
+        stored[plain] = StoredTensor(folder / shard, name, *headers[shard][name])
+    refuse_formats(folder, {name: tensor.dtype for name, tensor in stored.items()}, read_description(folder))
     return stored
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """Return msModelSlim's description of a folder's tensors, or {} without one."""
+    file = _first(folder, "quant_model_description*.json")
+    return read_json(file) if file else {}
+
+
+def _first(folder: Path, pattern: str) -> Path | None:
+    return min(folder.glob(pattern), default=None)
 
 
 def find_tensor(stored: Mapping[str, StoredTensor], folder: Path, name: str, shape: Sequence[int]) -> StoredTensor:
@@ -148,9 +158,8 @@ def find_tensor(stored: Mapping[str, StoredTensor], folder: Path, name: str, sha
     return stored[name]
 
 
-def _weight_map(folder: Path, single: Path) -> dict[str, str]:
+def _weight_map(folder: Path, single: Path, index: Path) -> dict[str, str]:
     """Return tensor name -> the name of its shard, by the index of a folder without a `single` file."""
-    index = folder / "model.safetensors.index.json"
     if single.is_symlink():
         raise UnsupportedError(f"{single} is a link to a file that is not there ({single.readlink()}); {_AGAIN}")
     if not index.is_file():
@@ -169,11 +178,12 @@ def _weight_map(folder: Path, single: Path) -> dict[str, str]:
     return {name: str(shard) for name, shard in weight_map.items()}
 
 
-def _read_shapes(file: Path) -> dict[str, list[int]]:
-    """Return tensor name -> shape. Raises UnsupportedError unless the file is whole."""
+def _read_header(file: Path) -> dict[str, tuple[list[int], str]]:
+    """Return tensor name -> shape and dtype. Raises UnsupportedError unless the file is whole."""
     try:
         with safe_open(file, framework="np") as opened:
-            return {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118 (not a dict)
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+            return {name: (stored.get_shape(), stored.get_dtype()) for name, stored in slices.items()}
     except OSError as error:
         raise UnsupportedError(f"{file} cannot be read: {error.strerror or error}") from None
     except SafetensorError as error:

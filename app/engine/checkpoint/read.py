@@ -5,9 +5,18 @@ from functools import partial
 from pathlib import Path
 
 from app.config.engine import EngineConfig
-from app.engine.checkpoint.draft import draft_config, refuse_foreign_tensors
+from app.engine.checkpoint.draft import draft_config, refuse_foreign_tensors, windowed
 from app.engine.checkpoint.families import target_config
-from app.engine.checkpoint.files import TOKENIZER_FILES, find_folder, find_tensor, read_config, read_tensors, token_id
+from app.engine.checkpoint.files import (
+    TOKENIZER_FILES,
+    find_folder,
+    find_tensor,
+    read_config,
+    read_description,
+    read_tensors,
+    token_id,
+)
+from app.engine.checkpoint.quantised import DTYPES, rotation_file
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.errors import UnsupportedError
 
@@ -25,14 +34,18 @@ def find_models(model: str, draft_model: str | None, *, speculation: bool) -> tu
 def read_checkpoints(config: EngineConfig) -> tuple[DecoderConfig, DFlashConfig | None]:
     """Return the shapes of both models. Raises UnsupportedError for what would be run wrongly, --max-model-len too."""
     raw = read_config(config.target)
-    if raw.keys() & {"dflash_config", "speculators_model_type"}:
+    if raw.keys() & {"dflash_config", "speculators_model_type", "markov_rank"}:
         raise UnsupportedError(f"{config.target} is a DFlash draft: give it as --draft-model, and its target as MODEL")
     target, draft = target_config(raw), None
     if config.draft:
-        if (config.draft / "mask_embedding.pt").exists():
-            raise UnsupportedError(f"{config.draft}: mask_embedding.pt, an embedding of the mask, is not supported yet")
         find_token = partial(token_id, folders=(config.draft, config.target))
         draft = draft_config(read_config(config.draft), target, config.block_size, find_token)
+        draft = windowed(draft, config.draft_window) if config.draft_window else draft
+    if config.draft_window and not config.draft:
+        raise UnsupportedError("--draft-window: it is for a draft, and there is none; leave it out")
+    is_rotated = config.draft and rotation_file(config.target, read_description(config.target))
+    if config.draft_head_from and not is_rotated:
+        raise UnsupportedError("--draft-head-from: it is for drafts of a target that is rotated (QuaRot); leave it out")
     limit = target.max_position_embeddings
     if config.max_model_len and not 2 <= config.max_model_len <= limit:
         raise UnsupportedError(
@@ -54,12 +67,19 @@ def check_checkpoints(config: EngineConfig) -> tuple[DecoderConfig, DFlashConfig
     stored = read_tensors(config.target)
     for name, shape in wanted.items():
         find_tensor(stored, config.target, f"{name}.weight", shape)
+    if config.quantization not in ("auto", "int8") and not {*DTYPES, "U8"} & {
+        tensor.dtype for tensor in stored.values()
+    }:
+        reason = f"no tensor of {config.target} is quantised; give int8 to round them, or a checkpoint that is"
+        raise UnsupportedError(f"--quantization {config.quantization}: {reason}")
     if config.draft and draft:
         stored, hidden = read_tensors(config.draft), draft.decoder.hidden_size
-        refuse_foreign_tensors(stored, biases=draft.decoder.qkv_bias)
+        refuse_foreign_tensors(stored, draft)
         taps = len(draft.target_layer_ids) * draft.target_hidden_size
         for name, shape in (_layers(draft.decoder) | {"hidden_norm": [hidden], "fc": [hidden, taps]}).items():
             find_tensor(stored, config.draft, f"{name}.weight", shape)
+        for name, sizes in draft.own_tensors.items():
+            find_tensor(stored, config.draft, name, list(sizes))
     return target, draft
 
 

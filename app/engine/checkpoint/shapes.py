@@ -1,17 +1,15 @@
 """Shapes of targets and drafts, as read from a config.json."""
 
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 SWIGLU_ALPHA = 1.702
 """Factor inside the sigmoid of the clipped SwiGLU of gpt-oss."""
 
 
 class AttentionMask(NamedTuple):
-    """Tokens that a row of a layer sees, by position: with `causal` those up to itself, else all of its sequence.
-
-    A `window` of W leaves the last W of them, including the row itself: q - W < k <= q if causal, else |q - k| < W.
-    """
+    """Tokens that a row of a layer sees, by position: with `causal` those up to itself, else all of its sequence. A
+    `window` of W leaves the last W of them, including the row itself: q - W < k <= q if causal, else |q - k| < W."""
 
     causal: bool
     window: int | None = None
@@ -34,9 +32,7 @@ class Llama3Scaling:
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
     """YaRN (arXiv 2309.00071). Waves of fewer than `beta_slow` turns in `original_length` are `factor` times slower.
-
-    Cos and sin are multiplied by `attention_factor`. With `truncate` the range between both betas is whole dims.
-    """
+    Cos and sin are multiplied by `attention_factor`. With `truncate` the range between both betas is whole dims."""
 
     factor: float
     original_length: int
@@ -48,10 +44,8 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """RoPE of a decoder: the first `dim` dims of a head turn, all of them if None.
-
-    Dims (i, dim / 2 + i) turn together, or (2i, 2i + 1) with `adjacent_pairs`.
-    """
+    """RoPE of a decoder: the first `dim` dims of a head turn, all of them if None. Dims (i, dim / 2 + i) turn together,
+    or (2i, 2i + 1) with `adjacent_pairs`."""
 
     theta: float
     scaling: Llama3Scaling | YarnScaling | None = None
@@ -81,7 +75,10 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaConfig:
-    """Sizes of the Gated DeltaNet layers, whose numbers are `layers`. Each head of q and k serves several of v."""
+    """Sizes of the Gated DeltaNet layers, whose numbers are `layers`. Each head of q and k serves several of v.
+
+    `k_copies` ranks in a row have the same heads of q and k.
+    """
 
     layers: tuple[int, ...]
     conv_kernel: int
@@ -89,6 +86,7 @@ class GatedDeltaConfig:
     num_v_heads: int
     k_head_dim: int
     v_head_dim: int
+    k_copies: int = 1
 
     @property
     def channels(self) -> int:
@@ -108,7 +106,7 @@ class DecoderConfig:
     `masks` are of each layer's attention. With `sinks` each head has a logit without a value in its softmax. With
     `qk_norm` each head of q and k is normed. `max_position_embeddings` is the longest context, after RoPE scaling.
     `moe` is None if every layer has a dense MLP, and `gated_delta` if every layer has attention. `model_type` is a
-    target's family.
+    target's family. `kv_copies` ranks in a row have the same K and V heads.
     """
 
     hidden_size: int
@@ -131,17 +129,7 @@ class DecoderConfig:
     moe: MoeConfig | None = None
     gated_delta: GatedDeltaConfig | None = None
     model_type: str = ""
-
-    def shard(self, size: int) -> "DecoderConfig":
-        """Return the sizes of each of `size` ranks, which share heads and the MLPs. `size` divides these."""
-
-        def divided(part: Any, *names: str) -> Any:
-            return part and replace(part, **{name: getattr(part, name) // size for name in names})
-
-        moe = divided(self.moe, "intermediate_size", "shared_size")
-        delta = divided(self.gated_delta, "num_k_heads", "num_v_heads")
-        heads = divided(self, "num_heads", "num_kv_heads", "intermediate_size")
-        return replace(heads, moe=moe, gated_delta=delta)
+    kv_copies: int = 1
 
     def moe_of(self, layer: int) -> MoeConfig | None:
         """Return the experts of a layer, or None if it has a dense MLP."""
@@ -159,12 +147,47 @@ class DecoderConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PathConfig:
+    """Head of a draft that walks through the `top_k` best tokens of each row. Its tables are `rank` wide.
+
+    `kind` is "selector" (DFlash2), or one of DSpark's Markov heads: "vanilla", "gated" or "rnn". Logits are multiplied
+    by `scale` and capped at `softcap` before the scores of pairs are added.
+    """
+
+    kind: str
+    rank: int
+    top_k: int = 16
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def tensors(self, draft: "DFlashConfig") -> dict[str, tuple[int, ...]]:
+        """Return the shapes of its tensors by name: the tables of the token before and of the candidate, and then a
+        projection with its bias, which some kinds have."""
+        vocab, own, hidden = draft.decoder.vocab_size, draft.draft_vocab_size, draft.decoder.hidden_size
+        rank, found = self.rank, dict[str, tuple[int, ...]]()
+        if self.kind == "selector":
+            found["candidate_selector.predecessor_codebook"] = (vocab, rank)
+            found["candidate_selector.successor_codebook"] = (own, rank)
+            found["candidate_selector.hidden_projection.weight"] = (rank, hidden)
+            return found
+        found["markov_head.markov_w1.weight"] = (vocab, rank)
+        found["markov_head.markov_w2.weight"] = (own, rank)
+        if self.kind != "vanilla":
+            name, rows, states = ("gate", rank, 1) if self.kind == "gated" else ("joint", 3 * rank, 2)
+            found[f"markov_head.{name}_proj.weight"] = (rows, hidden + states * rank)
+            found[f"markov_head.{name}_proj.bias"] = (rows,)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class DFlashConfig:
     """Shape of a draft. `block_size` is the anchor plus the drafts. Features [T, target_hidden_size] are the target's
     residual stream after its layers `target_layer_ids`. The draft's own lm_head has `draft_vocab_size` rows.
 
     Rows of a block predict drafts from `first_draft_row` on: 1 if row k predicts the token at position k, and 0 if it
-    predicts the next one (`sample_from_anchor`). `warnings` say which keys of its config.json are not used.
+    predicts the next one (`sample_from_anchor`). Without a `path` each draft is its row's best token. `conv_group` is
+    the number of channels in a group of DFlash2's convolutions, 0 without them. Rows of the embedding are multiplied by
+    `embedding_scale`. `warnings` say which keys of its config.json are not used.
     """
 
     decoder: DecoderConfig
@@ -174,4 +197,17 @@ class DFlashConfig:
     target_hidden_size: int
     draft_vocab_size: int
     first_draft_row: int = 1
+    path: PathConfig | None = None
+    conv_group: int = 0
+    embedding_scale: float = 1.0
     warnings: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def own_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the tensors, by name, that drafts of DFlash v1 have not."""
+        hidden, found = self.decoder.hidden_size, self.path.tensors(self) if self.path else {}
+        for i in range(self.decoder.num_layers if self.conv_group else 0):
+            for name in (f"layers.{i}.attention_conv", f"layers.{i}.mlp_conv"):
+                found[f"{name}.base_kernel"] = (2, 2, hidden)
+                found[f"{name}.kernel_projection.weight"] = (4 * hidden // self.conv_group, hidden)
+        return found

@@ -28,6 +28,7 @@ from app.engine.device.base import (
     Rotation,
 )
 from app.engine.device.torch import TorchBackend
+from app.engine.quantised import QuantisedWeight, Weight
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 class CpuBackend(TorchBackend):
     interleaved_rope = True
+    quantised_dtypes = ("I8",)
     separate_prefill = False
     max_gathered_tokens = 1 << 13
     """Bound of PyTorch's attention, which keeps what it gathers in the processor's caches (tools/lab/NOTES.md)."""
@@ -58,7 +60,6 @@ class CpuBackend(TorchBackend):
         self._num_parameters = 0
         self._few_rows = linear.MOST_ROWS
         self._dtype = self.defaults.dtype
-        keep_freed_memory()
 
     def why_not(self, dtype: torch.dtype, layer_numbers: int | None = None) -> str:
         if dtype != torch.bfloat16:
@@ -77,12 +78,12 @@ class CpuBackend(TorchBackend):
         library.on_source.set(on_progress)
         linear.own(self._dtype)
 
-    def tune(self) -> None:
+    def end_of_load(self, *, tune: bool) -> None:
         """Time products of few rows, and leave to PyTorch what it computes faster. In a small model nothing is, because
         its threads wait for one another in busy loops."""
-        if linear.own(self._dtype):
-            is_small = self._num_parameters < _SMALL_MODEL
-            self.use_own(linear.ALL_ROWS if is_small else linear.tune(self._packed))
+        keep_freed_memory()  # not earlier, or what quantisation frees would stay
+        if tune and linear.own(self._dtype):
+            self.use_own(linear.ALL_ROWS if self._num_parameters < _SMALL_MODEL else linear.tune(self._packed))
 
     def use_own(self, rows: int) -> None:
         """Let products and forwards of up to so many rows be those of this package, which has them for the dtype."""
@@ -92,10 +93,8 @@ class CpuBackend(TorchBackend):
             logger.debug("forwards by one operator: up to %d rows", rows)
 
     def pack_weight(self, *parts: Tensor) -> Tensor:
-        """Return the weight row by row, like it is stored, if this package's own products are here.
-
-        A weight of one part stays where it is, which is the mapped file if that has the engine's dtype.
-        """
+        """Return the weight row by row, like it is stored, if this package's own products are here. A weight of one
+        part stays where it is, which is the mapped file if that has the engine's dtype."""
         if not linear.own(parts[0].dtype):
             self._few_rows = 0
             return self.pack_columns(*parts)
@@ -108,11 +107,18 @@ class CpuBackend(TorchBackend):
         self._num_parameters += packed.numel()
         return packed
 
-    def pack_columns(self, *parts: Tensor) -> Tensor:
-        """Return the weight column by column, which is up to twice as fast for PyTorch's products of few rows.
+    def multiplies(self, weight: QuantisedWeight) -> bool:
+        """Return True for int8 with a scale a row, if this package's own products are here."""
+        return weight.data.dtype == torch.int8 and weight.scales.shape[-1] == 1 and bool(linear.own(weight.dtype))
 
-        tools/lab/NOTES.md has the figures.
-        """
+    def pack_quantised(self, weight: QuantisedWeight) -> QuantisedWeight:
+        linear.set_threads(torch.get_num_threads())
+        self._num_parameters += weight.data.numel()
+        return weight
+
+    def pack_columns(self, *parts: Tensor) -> Tensor:
+        """Return the weight column by column, which is up to twice as fast for PyTorch's products of few rows
+        (tools/lab/NOTES.md)."""
         columns = parts[0].new_empty(parts[0].shape[1], sum(map(len, parts)))
         self.fill(_turn, parts, columns.t().split([len(part) for part in parts]))
         return columns.t()
@@ -124,16 +130,15 @@ class CpuBackend(TorchBackend):
             list(threads.map(write, blocks, to))
 
     def empty_experts(self, like: Tensor, num_experts: int, out_features: int, in_features: int) -> Tensor:
-        self._few_rows = 0  # experts' products are PyTorch's
+        if like.dtype != torch.int8:
+            self._few_rows = 0  # their products are PyTorch's
         return super().empty_experts(like, num_experts, out_features, in_features)
 
     @contextmanager
     def step(self, num_rows: int) -> Iterator[None]:
-        """Let PyTorch's operators have one thread in steps with our products of few rows, and in a small model.
-
-        Its threads wait for one another in busy loops, which makes a step many times slower where another process is
-        busy (tools/lab/NOTES.md).
-        """
+        """Let PyTorch's operators have one thread in steps with our products of few rows, and in a small model. Its
+        threads wait for one another in busy loops, which makes a step many times slower where another process is busy
+        (tools/lab/NOTES.md)."""
         threads = torch.get_num_threads()
         if num_rows <= self._few_rows or (self._few_rows and self._num_parameters < _SMALL_MODEL):
             torch.set_num_threads(1)
@@ -153,10 +158,23 @@ class CpuBackend(TorchBackend):
             return attention.attention(q_thd, kv, meta, mask, sinks)
         return super().attention(q_thd, kv, meta, mask, sinks)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, QuantisedWeight):
+            if len(x) > max(self._few_rows, linear.MOST_ROWS):  # PyTorch is quicker, though it widens the weight first
+                product = torch.mm(x, weight.data.t().to(x.dtype)).mul_(weight.scales[:, 0])
+                return product if bias is None else product.add_(bias)
+            return torch.ops.dflash_server.linear_int8(x.contiguous(), weight.data, weight.scales, bias)
         if weight.is_contiguous() and (multiply := linear.own(weight.dtype)):
             return multiply(x, weight, bias)
         return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+
+    def grouped(self, x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
+        """Return `moe.grouped`. An expert in int8 multiplies its rows like another weight, where it lies."""
+        if isinstance(weight, Tensor):
+            return super().grouped(x, weight, ends)
+        parts = [(e, rows) for e, rows in enumerate(x.tensor_split(ends[:-1].long())) if len(rows)]
+        own = (QuantisedWeight(weight.data[e], weight.scales[e], weight.dtype) for e, _ in parts)
+        return torch.cat([self.linear(rows, expert) for (_, rows), expert in zip(parts, own, strict=True)])
 
     def logits(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
         return linear.float32(hidden, lm_head) if hidden.dtype == torch.bfloat16 else self.linear(hidden, lm_head)
@@ -232,11 +250,8 @@ class CpuBackend(TorchBackend):
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep large freed blocks. Without effect on other allocators.
-
-    By default it returns them to the system at once. Each step then faults its pages in again, which takes half the
-    time of a wide step (tools/lab/NOTES.md).
-    """
+    """Let glibc keep large freed blocks. Without effect on other allocators. By default it returns them to the system
+    at once. Each step then faults its pages in again, which takes half the time of a wide step (tools/lab/NOTES.md)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt and any(mallopt(_M_MMAP_THRESHOLD, most) for most in _MOST_KEPT):
         mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)

@@ -12,7 +12,9 @@ namespace {
 // A layer as a table of addresses has it. Norms and sinks are in fp32, and the residual stream behind it is feature
 // `tap`, or none for -1.
 struct Layer {
-  int64_t input_norm, qkv, qkv_bias, q_norm, k_norm, sinks, o, o_bias, post_norm, gate_up, down, window, is_causal, tap;
+  int64_t input_norm, qkv, qkv_bias, q_norm, k_norm, sinks, o, o_bias, post_norm, gate_up, down;
+  int64_t qkv_scales, o_scales, gate_up_scales, down_scales;  // of weights in int8
+  int64_t window, is_causal, tap;
 };
 
 float* floats(int64_t address) { return reinterpret_cast<float*>(address); }
@@ -61,7 +63,8 @@ void decoder(Tensor x, const Tensor& layers, int64_t heads, int64_t inner, doubl
     const Layer& layer = first[i];
     char *own_k = static_cast<char*>(k.data_ptr()) + i * of_layer * of.size;
     char *own_v = static_cast<char*>(v.data_ptr()) + i * of_layer * of.size;
-    of.product({normed(floats(layer.input_norm)), qkv_size, numbers(layer.qkv), numbers(layer.qkv_bias), qkv});
+    of.product({normed(floats(layer.input_norm)), qkv_size, numbers(layer.qkv), numbers(layer.qkv_bias), qkv,
+                floats(layer.qkv_scales)});
     add_rotation(of.works, of.is_float32,
                  {qkv, floats(layer.q_norm), floats(layer.k_norm), floats(turns), q, own_k, own_v, whole(slots), rows,
                   qkv_size, heads, kv_heads, dim, 1, float(eps)},
@@ -70,10 +73,12 @@ void decoder(Tensor x, const Tensor& layers, int64_t heads, int64_t inner, doubl
                   {q, own_k, own_v, o, floats(layer.sinks), whole(starts), whole(lengths), whole(table), heads_size, dim,
                    lengths.numel(), table.size(1), heads, kv_heads, dim, page_size, layer.window, layer.is_causal != 0},
                   of.threads);
-    of.product({{o, rows, heads_size, heads_size}, width, numbers(layer.o), numbers(layer.o_bias), residual, residual});
-    of.product({normed(floats(layer.post_norm)), 2 * inner, numbers(layer.gate_up), nullptr, gate_up});
+    of.product({{o, rows, heads_size, heads_size}, width, numbers(layer.o), numbers(layer.o_bias), residual,
+                floats(layer.o_scales), residual});
+    of.product({normed(floats(layer.post_norm)), 2 * inner, numbers(layer.gate_up), nullptr, gate_up,
+                floats(layer.gate_up_scales)});
     const Rows gated = {gate_up, rows, inner, 2 * inner, nullptr, 0, false, true};
-    Product down = {gated, width, numbers(layer.down), nullptr, residual, residual};
+    Product down = {gated, width, numbers(layer.down), nullptr, residual, floats(layer.down_scales), residual};
     if (layer.tap >= 0) {
       down.also = static_cast<char*>(features->data_ptr()) + layer.tap * width * of.size;
       down.also_stride = features->size(1);

@@ -8,25 +8,25 @@ from torch import Tensor
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.cpu import linear
 from app.engine.device.base import AttentionMetadata, LayerKv, Rotation
+from app.engine.quantised import QuantisedWeight, Weight
 
 _UNBOUNDED = (1 << 31) - 1
 """A window of a layer without one."""
 _NORMS = (0, 3, 4, 8)
 """Places of the norms in a layer, which the operator reads in fp32."""
-
-Layer = tuple[Tensor | None, ...]
+_WEIGHTS = (1, 6, 9, 10)
+"""Places of the products' weights, which may be quantised."""
+Layer = tuple[Weight | None, ...]
 
 
 class Decoder:
     """`device.base.Decode` of layers whose weights are row by row in memory."""
 
     def __init__(self, layers: Sequence[Layer], norm: Tensor, config: DecoderConfig, taps: tuple[int, ...]) -> None:
-        self._kept = [
-            [w.float() if w is not None and i in _NORMS else w for i, w in enumerate(layer)] for layer in layers
-        ]
+        self._kept = [_parts(layer) for layer in layers]
         table = []
         for i, (layer, mask) in enumerate(zip(self._kept, config.masks, strict=True)):
-            addresses = [0 if weight is None else weight.data_ptr() for weight in layer]
+            addresses = [0 if part is None else part.data_ptr() for part in layer]
             table.append([*addresses, mask.window or _UNBOUNDED, mask.causal, taps.index(i) if i in taps else -1])
         self._layers, self._norm = torch.tensor(table), norm.float()
         self._sizes = config.num_heads, config.intermediate_size, config.rms_norm_eps
@@ -43,7 +43,15 @@ class Decoder:
         return hidden, features
 
 
+def _parts(layer: Layer) -> list[Tensor | None]:
+    """Return the tensors of a layer in the operator's order: norms in fp32, and scales of weights in int8 last."""
+    parts = [weight.data if isinstance(weight, QuantisedWeight) else weight for weight in layer]
+    weights = (layer[i] for i in _WEIGHTS)
+    scales = (weight.scales if isinstance(weight, QuantisedWeight) else None for weight in weights)
+    return [part.float() if part is not None and i in _NORMS else part for i, part in enumerate(parts)] + list(scales)
+
+
 def can_run(layers: Sequence[Layer]) -> bool:
     """Return True if the operator computes the layers' dtype, and their weights lie row by row."""
-    weights = [weight for layer in layers for weight in layer if weight is not None and weight.ndim == 2]
-    return all(linear.own(weight.dtype) and weight.is_contiguous() for weight in weights)
+    plain = [weight for layer in layers for i in _WEIGHTS if isinstance(weight := layer[i], Tensor)]
+    return all(linear.own(weight.dtype) and weight.is_contiguous() for weight in plain)

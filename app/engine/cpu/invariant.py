@@ -1,7 +1,6 @@
 """Backend on CPUs that gives a row the same bits in every batch (`--batch-invariant`).
 
-The package's own operators do so anyway: they make each sum in one order, whatever the other rows. So this backend only
-leaves nothing to PyTorch's, which choose the order by the number of rows.
+The package's own operators make each sum in one order, whatever the other rows. So nothing is left to PyTorch's.
 """
 
 from collections.abc import Callable
@@ -28,5 +27,6 @@ class InvariantCpuBackend(CpuBackend):
         if not linear.own(dtype):
             raise UnsupportedError("--batch-invariant on a CPU needs g++, and --dtype float32 or bfloat16")
 
-    def tune(self) -> None:
+    def end_of_load(self, *, tune: bool) -> None:
         """Leave nothing to PyTorch."""
+        super().end_of_load(tune=False)

@@ -5,6 +5,7 @@
 // Rows of x are packed in the order in which tiles read them. A tile has ROWS rows and OUTS outputs, whose sums stay in
 // registers. Rows of x and of the weight are walked DEPTH_BYTES at a time, which the first cache holds for 16 rows.
 //
+// The operator dflash_server::linear_int8 multiplies by a weight in int8 with a scale a row, for any number of rows.
 // The operator dflash_server::linear_float32 leaves the sums of bfloat16 in float32. It computes any number of rows,
 // because PyTorch would round them.
 
@@ -60,13 +61,13 @@ struct Ahead {
   int64_t rows;
 };
 
-// Where a tile's totals go: rows are `stride` numbers apart. `added` has the bias of each of a tile's totals. Numbers of
-// `plus` are added to the rounded totals, and the results go to `also`, too.
+// Where a tile's totals go: rows are `stride` numbers apart. `added` has the bias of each of a tile's totals, and `scales`
+// the scale of a weight in int8. Numbers of `plus` are added to the rounded totals, and the results go to `also`, too.
 template <class Written>
 struct Place {
   Written* y;
   int64_t stride;
-  const float* added;
+  const float *added, *scales;
   const Written* plus = nullptr;
   Written* also = nullptr;
   int64_t also_stride = 0;
@@ -84,7 +85,7 @@ void add_tile(Lanes* sums, bool is_first, const Lanes* x, const char* weight, in
     each<R * O>([&](auto i) UNROLLED { own[i] = sums[i]; });
   for (int64_t k = 0, left = steps; k < steps; k++, weight += WIDTH) {
     for (int64_t i = 0; i < ahead.rows; i++, ahead.from += WIDTH) {
-      __builtin_prefetch(ahead.from);
+      __builtin_prefetch(ahead.from, 0, 2);  // the second cache has room for more requests
       if (--left) continue;
       left = steps;
       ahead.from += stride - steps * WIDTH;
@@ -93,7 +94,7 @@ void add_tile(Lanes* sums, bool is_first, const Lanes* x, const char* weight, in
       Lanes right[R];
       each<R>([&](auto r) UNROLLED { right[r] = x[part * R + r]; });
       each<O>([&](auto o) UNROLLED {
-        Lanes left = Kind::part(*reinterpret_cast<const Bits*>(weight + o * stride), part);
+        Lanes left = Kind::part_at(weight + o * stride, part);
 #if defined(__AVX512F__)
         asm("" : "+v"(left));  // or GCC loads it once for each row
 #endif
@@ -109,6 +110,7 @@ void add_tile(Lanes* sums, bool is_first, const Lanes* x, const char* weight, in
   constexpr int VECTORS = (R * O + LANES - 1) / LANES;
   typename Result::Number flat[VECTORS * LANES];
   total<R * O>(own);
+  if (place->scales) each<VECTORS>([&](auto i) UNROLLED { own[i] *= reinterpret_cast<const Lanes*>(place->scales)[i]; });
   each<VECTORS>([&](auto i) UNROLLED {
     Result::store(own[i] + reinterpret_cast<const Lanes*>(place->added)[i], flat + i * LANES);
   });
@@ -160,16 +162,17 @@ void read_row(const Rows& rows, int64_t i, typename Kind::Number* to) {
   narrow<Kind>(wide, rows.size, to);
 }
 
-// A product as the threads share it. Each packs the rows for itself: ROWS rows at a time, or fewer last, side by side
-// for each step.
-template <class Kind, class Result>
+// A product as the threads share it, of rows of a kind and a weight of another or the same. Each packs the rows for
+// itself: ROWS rows at a time, or fewer last, side by side for each step.
+template <class Own, class Kind, class Result>
 struct ProductWork : Work {
   using Number = typename Kind::Number;
   using Written = typename Result::Number;
   const Product of;
   const int64_t in = of.rows.size, out = of.out, whole = in / Kind::STEP, steps = (in + Kind::STEP - 1) / Kind::STEP;
   const int64_t tiles = out / OUTS, threads, group = size_of_group(out, threads), groups = (tiles + group - 1) / group;
-  const Number *weight = static_cast<const Number*>(of.weight), *bias = static_cast<const Number*>(of.bias);
+  const Number* weight = static_cast<const Number*>(of.weight);
+  const typename Own::Number* bias = static_cast<const typename Own::Number*>(of.bias);
 
   ProductWork(const Product& of, int64_t threads) : Work(num_parts(of.out, threads)), of(of), threads(threads) {}
 
@@ -200,17 +203,26 @@ struct ProductWork : Work {
     Lanes* to = scratch<Packed>((of.rows.count + 1) * steps * Kind::PARTS);
     if (std::exchange(owner, serial) == serial) return to;
     Bits* row = reinterpret_cast<Bits*>(to + of.rows.count * steps * Kind::PARTS);
-    row[steps - 1] = Bits{};
+    typename Own::Number* numbers = reinterpret_cast<typename Own::Number*>(row);
+    std::fill(numbers + whole * Kind::STEP, numbers + steps * Kind::STEP, 0);
     tiles_of_rows(of.rows.count, [&](auto tile_rows, int64_t first) {
       constexpr int R = tile_rows;
       for (int64_t r = 0; r < R; r++) {
-        read_row<Kind>(of.rows, first + r, reinterpret_cast<Number*>(row));
+        read_row<Own>(of.rows, first + r, numbers);
         for (int64_t k = 0; k < steps; k++)
           for (int part = 0; part < Kind::PARTS; part++)
-            to[first * steps * Kind::PARTS + (k * Kind::PARTS + part) * R + r] = Kind::part(row[k], part);
+            to[first * steps * Kind::PARTS + (k * Kind::PARTS + part) * R + r] = part_of(row, numbers, k, part);
       }
     });
     return to;
+  }
+
+  // Return the numbers of a row that a part of a step multiplies.
+  static Lanes part_of(const Bits* row, const typename Own::Number* numbers, int64_t k, int part) {
+    if constexpr (std::is_same_v<Own, Kind>) return Kind::part(row[k], part);
+    Lanes wide;
+    for (int i = 0; i < LANES; i++) wide[i] = Own::wide(numbers[k * Kind::STEP + part * LANES + i]);
+    return wide;
   }
 
   // Add steps from k on of `count` rows of x from `start` on to the sums of the tile at output `at`. After the last
@@ -218,13 +230,15 @@ struct ProductWork : Work {
   template <int O>
   void add(const Lanes* x, int64_t at, Place<Written> place, int64_t tile, int64_t start, int64_t count, int64_t k,
            const Number* from, int64_t stride, int64_t length, const Number* next) const {
-    alignas(WIDTH) float added[(ROWS * O + LANES - 1) / LANES * LANES] = {};
+    alignas(WIDTH) float added[(ROWS * O + LANES - 1) / LANES * LANES] = {}, scales[sizeof added / sizeof *added];
     place.added = added;
+    place.scales = of.scales ? scales : nullptr;
+    for (int i = 0; of.scales && i < ROWS * O; i++) scales[i] = of.scales[at + i % O];
     const bool is_last = k + length == steps || k == whole;
     for (int i = 0; is_last && bias && i < ROWS * O; i++) {
-      Number number;  // a mapped file may have it at any place
+      typename Own::Number number;  // a mapped file may have it at any place
       std::memcpy(&number, bias + at + i % O, sizeof number);
-      added[i] = Kind::wide(number);
+      added[i] = Own::wide(number);
     }
     int64_t asked = 0, row = 0;
     tiles_of_rows(count, [&](auto tile_rows, int64_t r) {
@@ -248,7 +262,8 @@ struct ProductWork : Work {
     const int64_t stride = in * int64_t(sizeof(Number));
     for (int64_t start = 0; start < of.rows.count; start += BLOCK_ROWS) {
       const int64_t rows = std::min<int64_t>(BLOCK_ROWS, of.rows.count - start);
-      const int64_t depth = rows > ROWS ? std::min(steps, DEPTH_BYTES / WIDTH) : steps;
+      constexpr int64_t NARROW = std::is_same_v<Own, Kind> ? 1 : Kind::PARTS;  // x is wider than the weight
+      const int64_t depth = rows > ROWS ? std::min(steps, DEPTH_BYTES / WIDTH / NARROW) : steps;
       for (int64_t k = 0; k < steps; k += depth)
         for (int64_t tile = 0; tile < count; tile++) {
           const int64_t own = at + tile * O, length = std::min(depth, whole - k);
@@ -284,7 +299,7 @@ struct ProductWork : Work {
   void run(int64_t part) const override {
     const int64_t at = first_of(part);
     auto from_at = [&](const void* rows) { return rows ? static_cast<const Written*>(rows) + at : nullptr; };
-    run_to(part, {static_cast<Written*>(of.y) + at, out, nullptr, from_at(of.plus),
+    run_to(part, {static_cast<Written*>(of.y) + at, out, nullptr, nullptr, from_at(of.plus),
                   const_cast<Written*>(from_at(of.also)), of.also_stride});
   }
 };
@@ -300,8 +315,8 @@ struct Best {
 
 // A product whose outputs are compared, and not kept: `best` [parts, rows].
 template <class Kind>
-struct BestWork : ProductWork<Kind, Float32> {
-  using Base = ProductWork<Kind, Float32>;
+struct BestWork : ProductWork<Kind, Kind, Float32> {
+  using Base = ProductWork<Kind, Kind, Float32>;
   std::vector<Best>& best;
 
   BestWork(const Product& of, int64_t threads, std::vector<Best>& best) : Base(of, threads), best(best) {
@@ -313,7 +328,7 @@ struct BestWork : ProductWork<Kind, Float32> {
     constexpr int64_t WIDE = GROUP * OUTS;
     const int64_t first = this->first_of(part), count = this->end_of(part) - first, rows = this->of.rows.count;
     const float* found = reinterpret_cast<float*>(scratch<Outputs>((rows * WIDE + LANES - 1) / LANES));
-    this->run_to(part, {const_cast<float*>(found), WIDE, nullptr});
+    this->run_to(part, {const_cast<float*>(found), WIDE, nullptr, nullptr});
     for (int64_t row = 0; row < rows; row++, found += WIDE) {
       Best own = {found[0], first};
       for (int64_t i = 1; i < count; i++)
@@ -328,14 +343,16 @@ void with_kind(bool is_float32, const One& one) {
   is_float32 ? one(Float32()) : one(BFloat16());
 }
 
-// Multiply x, and write sums of bfloat16 as Result.
-template <class Kind, class Result = Kind>
-void multiply(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, Tensor& y) {
+// Multiply x of a kind by a weight of a kind, and write sums as Result.
+template <class Own, class Kind = Own, class Result = Own>
+void multiply(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, Tensor& y,
+              const float* scales = nullptr) {
   const Rows rows = {x.data_ptr(), x.size(0), x.size(1), x.size(1)};
   const int64_t out = weight.size(0), threads = threads_for(rows.count * rows.size * out);
-  const Product product = {rows, out, weight.data_ptr(), bias.has_value() ? bias->data_ptr() : nullptr, y.data_ptr()};
+  const void* added = bias.has_value() ? bias->data_ptr() : nullptr;
+  const Product product = {rows, out, weight.data_ptr(), added, y.data_ptr(), scales};
   Works works;
-  works.push_back(std::make_unique<ProductWork<Kind, Result>>(product, threads));
+  works.push_back(std::make_unique<ProductWork<Own, Kind, Result>>(product, threads));
   team().run(works, threads);
 }
 
@@ -368,7 +385,21 @@ Tensor linear_float32(const Tensor& x, const Tensor& weight) {
   STD_TORCH_CHECK(is_own(x, weight, {}) && x.scalar_type() == ScalarType::BFloat16,
                   "linear_float32 takes contiguous x [T, in] and weight [out, in] in bfloat16");
   Tensor y = torch::stable::new_empty(x, {x.size(0), weight.size(0)}, ScalarType::Float);
-  multiply<BFloat16, Float32>(x, weight, {}, y);
+  multiply<BFloat16, BFloat16, Float32>(x, weight, {}, y);
+  return y;
+}
+
+Tensor linear_int8(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias) {
+  const bool is_float32 = x.scalar_type() == ScalarType::Float;
+  STD_TORCH_CHECK((is_float32 || x.scalar_type() == ScalarType::BFloat16) && x.is_contiguous() && x.dim() == 2 &&
+                      x.size(1) > 0 && weight.scalar_type() == ScalarType::Char && weight.is_contiguous() &&
+                      weight.dim() == 2 && weight.size(1) == x.size(1) && scales.is_contiguous() &&
+                      scales.scalar_type() == ScalarType::Float && scales.numel() == weight.size(0) &&
+                      (!bias.has_value() || bias->scalar_type() == x.scalar_type()),
+                  "linear_int8 takes contiguous x [T, in], weight [out, in] in int8 and scales [out] in float32");
+  const float* factors = static_cast<const float*>(scales.data_ptr());
+  Tensor y = torch::stable::new_empty(x, {x.size(0), weight.size(0)});
+  is_float32 ? multiply<Float32, Int8>(x, weight, bias, y, factors) : multiply<BFloat16, Int8>(x, weight, bias, y, factors);
   return y;
 }
 
@@ -405,7 +436,9 @@ int64_t threads_for(int64_t multiplications) {
 
 void add_product(Works& works, bool is_float32, const Product& of, int64_t threads) {
   with_kind(is_float32, [&](auto kind) {
-    works.push_back(std::make_unique<ProductWork<decltype(kind), decltype(kind)>>(of, threads));
+    using Own = decltype(kind);
+    if (of.scales) works.push_back(std::make_unique<ProductWork<Own, Int8, Own>>(of, threads));
+    else works.push_back(std::make_unique<ProductWork<Own, Own, Own>>(of, threads));
   });
 }
 
@@ -421,6 +454,7 @@ void add_rows(Works& works, bool is_float32, const Rows& rows, void* y) {
 
 STABLE_TORCH_LIBRARY(dflash_server, library) {
   library.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  library.def("linear_int8(Tensor x, Tensor weight, Tensor scales, Tensor? bias) -> Tensor");
   library.def("linear_float32(Tensor x, Tensor weight) -> Tensor");
   library.def("best_of(Tensor x, Tensor weight, Tensor(a!) choices) -> ()");
   library.def("set_most_rows(int rows) -> ()");
@@ -429,6 +463,7 @@ STABLE_TORCH_LIBRARY(dflash_server, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(dflash_server, CPU, library) {
   library.impl("linear", TORCH_BOX(&linear));
+  library.impl("linear_int8", TORCH_BOX(&linear_int8));
   library.impl("linear_float32", TORCH_BOX(&linear_float32));
   library.impl("best_of", TORCH_BOX(&best_of));
 }

@@ -50,10 +50,8 @@ def why_not_bfloat16() -> str:
 
 def float32(x: Tensor, weight: Tensor) -> Tensor:
     """Return x @ weight.T in float32 [T, out], summed in float32, for x [T, in] and weight [out, in] of one dtype.
-
     PyTorch's products would round the sums to bfloat16. Without the operator it multiplies copies of some rows of the
-    weight at a time, which stay in the processor's caches.
-    """
+    weight at a time, which stay in the processor's caches."""
     if x.dtype == torch.bfloat16 and _operator() and weight.is_contiguous():
         result: Tensor = torch.ops.dflash_server.linear_float32(x.contiguous(), weight)
         return result

@@ -56,6 +56,7 @@ struct Float32 {
   static constexpr int STEP = LANES, PARTS = 1;
   static float wide(float x) { return x; }
   static Lanes part(Bits numbers, int) { return reinterpret_cast<Lanes>(numbers); }
+  static Lanes part_at(const char* at, int) { return *reinterpret_cast<const Lanes*>(at); }
   static Lanes add(Lanes a, Lanes b, Lanes sums) { return multiply_add(a, b, sums); }
   static void store(Lanes values, float* to) { *reinterpret_cast<Lanes*>(to) = values; }
 };
@@ -84,11 +85,31 @@ struct BFloat16 {
   }
   static Lanes add(Lanes a, Lanes b, Lanes sums) { return multiply_add(a, b, sums); }
 #endif
+  static Lanes part_at(const char* at, int i) { return part(*reinterpret_cast<const Bits*>(at), i); }
   // To nearest, ties to even. NaN stays NaN: it is one of the numbers', whose lower half is zero.
   static void store(Lanes values, uint16_t* to) {
     const Bits bits = reinterpret_cast<Bits>(values), rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     for (int i = 0; i < LANES; i++) to[i] = rounded[i];
   }
+};
+
+// Numbers of a weight that are multiplied by a scale of their row in the end.
+struct Int8 {
+  using Number = int8_t;
+  static constexpr int STEP = 4 * LANES, PARTS = 4;
+  static Lanes part_at(const char* at, int part) {
+    const int8_t* numbers = reinterpret_cast<const int8_t*>(at) + part * LANES;
+#if defined(__AVX512F__)
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers))));
+#elif defined(__AVX2__)
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(numbers))));
+#else
+    Lanes wide;
+    for (int i = 0; i < LANES; i++) wide[i] = numbers[i];
+    return wide;
+#endif
+  }
+  static Lanes add(Lanes a, Lanes b, Lanes sums) { return multiply_add(a, b, sums); }
 };
 
 #define UNROLLED __attribute__((always_inline))

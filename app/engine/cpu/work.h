@@ -150,6 +150,7 @@ struct Product {
   int64_t out;
   const void *weight, *bias = nullptr;
   void* y = nullptr;
+  const float* scales = nullptr;  // [out], of a weight in int8
   const void* plus = nullptr;
   void* also = nullptr;
   int64_t also_stride = 0;

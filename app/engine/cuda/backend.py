@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.comm.comm import Comm, Meeting
 from app.engine.comm.device import DeviceComm
-from app.engine.cuda import experts, gated_delta, integers, prefill, rows
+from app.engine.cuda import experts, gated_delta, integers, prefill, products, rows
 from app.engine.cuda.attention import TILE_ROWS, Geometry, Heads, geometry, paged_attention
 from app.engine.cuda.prefill import Packed
 from app.engine.device import accelerator
@@ -18,6 +19,7 @@ from app.engine.device.base import AttentionMask, AttentionMetadata, Defaults, G
 from app.engine.device.moe import ExpertWeights, MoeConfig
 from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
+from app.engine.quantised import QuantisedWeight, Weight
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,9 @@ DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS")
 HEAD_DIMS = (16, 32, 64, 128, 256)
 FEW_ROWS = 16
 """Rows an expert, on average, up to which our kernel is used: those of its tile, so each weight is read about once."""
+MANY_ROWS = 256
+"""Rows up to which our kernel multiplies by a quantised weight; above, cuBLAS by numbers that a launch dequantised
+(docs/results/h200/quantised-products.txt)."""
 
 
 class CudaBackend(TorchBackend):
@@ -35,6 +40,7 @@ class CudaBackend(TorchBackend):
     device. Prompts go through PyTorch's. On a CPU the kernels run in Triton's interpreter.
     """
 
+    quantised_dtypes = ("I8", "F8_E4M3")
     captures = True
     lengths_on_host = False
     memory_is_host = False
@@ -46,7 +52,7 @@ class CudaBackend(TorchBackend):
             torch.cuda.set_device(device)
             # On Hopper cuDNN's attention makes a plan for each new length, which takes 25 to 70 ms (docs/cuda.md).
             torch.backends.cuda.enable_cudnn_sdp(False)
-            self.defaults = Defaults(dtype=torch.bfloat16, page_size=16, max_num_seqs=256)
+            self.defaults = Defaults(dtype=torch.bfloat16, page_size=16, max_num_seqs=256, max_blocks=64)
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if self.on_gpu else 4
         self.packs_prompts = self.on_gpu
         """True if `varlen_attn` reads prompts, which `check` tries."""
@@ -107,15 +113,34 @@ class CudaBackend(TorchBackend):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rows.add_rms_norm(x, None, weight, eps)[0]
 
-    def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def multiplies(self, weight: QuantisedWeight) -> bool:
+        """Return True for what `products` multiplies by, on Hopper and later, whose instructions it has."""
+        return products.multiplies(weight) and (
+            not self.on_gpu or torch.cuda.get_device_capability(self.device) >= (9, 0)
+        )
+
+    def pack_quantised(self, weight: QuantisedWeight) -> QuantisedWeight:
+        """Return the weight with scales of neighbouring rows side by side."""
+        return replace(weight, scales=weight.scales.mT.contiguous().mT)
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        """Return `Backend.linear`. With many rows a quantised weight is dequantised for cuBLAS."""
+        if isinstance(weight, Tensor) or len(x) > MANY_ROWS:
+            return super().linear(x, products.dense(weight), bias)
+        return products.linear(x, weight, bias, self.multiprocessors, fixed=False)
+
+    def gated_mlp(self, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
         return self.linear(rows.silu_mul(self.linear(x, gate_up)), down)
 
     def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
         """Return `Backend.moe`. PyTorch's grouped product takes only bfloat16, and serves many rows of an expert."""
-        num_pairs = len(x) * config.num_experts_per_tok
-        if x.dtype == torch.bfloat16 and num_pairs > FEW_ROWS * config.num_experts:
+        few = FEW_ROWS if isinstance(weights.gate_up, Tensor) else 4 * FEW_ROWS  # others are dequantised first, all
+        if x.dtype == torch.bfloat16 and len(x) * config.num_experts_per_tok > few * config.num_experts:
             return super().moe(x, weights, config)
         return experts.mixture(x, weights, config)
+
+    def grouped(self, x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
+        return super().grouped(x, products.dense(weight), ends)
 
     def rotation_at(self, tables: Rotation, positions: Tensor) -> Rotation:
         """Return `Backend.rotation_at`. An index by brackets becomes int64 first, in a launch of its own."""
@@ -123,6 +148,7 @@ class CudaBackend(TorchBackend):
 
     commit_and_verify = staticmethod(gated_delta.commit_and_verify)
     add_rms_norm = staticmethod(rows.add_rms_norm)
+    convolve = staticmethod(rows.convolve)
     qkv_into_kv = staticmethod(rows.qkv_into_kv)
     context_into_kv = staticmethod(rows.context_into_kv)
     embed_blocks = staticmethod(integers.embed_blocks)

@@ -11,8 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from app.engine.cuda.launch import INTERPRETED, items_per_program, operand
+from app.engine.cuda.products import depth_of, widened
 from app.engine.device.base import ExpertWeights
 from app.engine.device.moe import SWIGLU_ALPHA, MoeConfig, by_expert, router_logits
+from app.engine.quantised import Weight
 
 BLOCK_M = tl.constexpr(16)
 """Pairs of a tile: the least number of rows of Triton's matrix product."""
@@ -41,30 +43,28 @@ def routed(logits: Tensor, config: MoeConfig) -> tuple[Tensor, Tensor]:
 
 
 def _multiply(
-    x: Tensor, w: Tensor, bias: Tensor | None, order: Tensor, ends: Tensor, shares: Tensor | None, config: MoeConfig
+    x: Tensor, w: Weight, bias: Tensor | None, order: Tensor, ends: Tensor, shares: Tensor | None, config: MoeConfig
 ) -> Tensor:
     """Return the SwiGLU of all pairs in sorted order, or with `shares` the weighted outputs in their own order."""
-    num_pairs, columns = len(order), w.shape[1] // (2 if shares is None else 1)
+    data, scales = (w, None) if isinstance(w, Tensor) else (w.data, w.scales)
+    num_pairs, columns = len(order), data.shape[1] // (2 if shares is None else 1)
     out = x.new_empty(num_pairs, columns)
     # Each expert that has pairs may have one tile that is not full.
     tiles = min(num_pairs, min(num_pairs, config.num_experts) + num_pairs // BLOCK_M.value)
     block_n = triton.next_power_of_2(columns) if INTERPRETED else 32 if shares is None else 64
+    depth = triton.next_power_of_2(x.shape[1]) if INTERPRETED else 64
+    tensors = x, data, scales, bias, out, order, ends, shares
     expert_rows[tiles, triton.cdiv(columns, block_n)](
-        x,
-        w,
-        bias,
-        out,
-        order,
-        ends,
-        shares,
+        *tensors,
         IN=x.shape[1],
         OUT=columns,
         TOP_K=config.num_experts_per_tok,
         EXPERTS=config.num_experts,
         LIMIT=config.swiglu_limit or 0.0,
         ALPHA=SWIGLU_ALPHA,
+        GROUPS=1 if scales is None else scales.shape[2],
         BLOCK_N=block_n,
-        BLOCK_K=triton.next_power_of_2(x.shape[1]) if INTERPRETED else 64,
+        BLOCK_K=depth if isinstance(w, Tensor) else depth_of(w.group, 128),
         num_stages=4,
     )
     return out
@@ -112,6 +112,7 @@ def route(
 def expert_rows(
     x_ptr,
     weight_ptr,
+    scales_ptr,
     bias_ptr,
     out_ptr,
     order_ptr,
@@ -123,15 +124,18 @@ def expert_rows(
     EXPERTS: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Compute BLOCK_N columns of a tile of pairs.
 
     Without shares a pair reads its row of x, and the SwiGLU goes to the pair's index in sorted order. With shares a
-    pair reads that index, and its output times its share goes to the pair's own row, [T, TOP_K] in order.
+    pair reads that index, and its output times its share goes to the pair's own row, [T, TOP_K] in order. A weight in
+    8 bits has scales [EXPERTS, GROUPS, its rows], one for IN / GROUPS numbers of a row.
     """
     GATE: tl.constexpr = share_ptr is None
+    WIDTH: tl.constexpr = 2 * OUT if GATE else OUT
     tile = tl.program_id(0)
     experts = tl.arange(0, triton.next_power_of_2(EXPERTS))
     ends = tl.load(ends_ptr + experts, mask=experts < EXPERTS, other=0)
@@ -151,7 +155,7 @@ def expert_rows(
     source = pair // TOP_K if GATE else index.to(tl.int64)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = columns < OUT
-    rows = expert.to(tl.int64) * (2 * OUT if GATE else OUT) + columns
+    rows = expert.to(tl.int64) * WIDTH + columns
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for block in range(0, IN, BLOCK_K):
@@ -159,12 +163,12 @@ def expert_rows(
         inside = dims < IN
         x = tl.load(x_ptr + source[:, None] * IN + dims[None, :], mask=is_row[:, None] & inside[None, :], other=0.0)
         offset, is_weight = rows[None, :] * IN + dims[:, None], is_column[None, :] & inside[:, None]
+        scale = (expert * GROUPS + block * GROUPS // IN) * WIDTH + columns
         weight = tl.load(weight_ptr + offset, mask=is_weight, other=0.0)
-        x, weight = operand(x), operand(weight)
-        acc += tl.dot(x, weight, input_precision="tf32x3")
+        acc += product(x, weight, scales_ptr, scale, is_column)
         if GATE:
-            weight = operand(tl.load(weight_ptr + offset + OUT * IN, mask=is_weight, other=0.0))
-            up += tl.dot(x, weight, input_precision="tf32x3")
+            weight = tl.load(weight_ptr + offset + OUT * IN, mask=is_weight, other=0.0)
+            up += product(x, weight, scales_ptr, scale + OUT, is_column)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + rows, mask=is_column, other=0.0).to(tl.float32)[None, :]
     if GATE:
@@ -182,3 +186,12 @@ def expert_rows(
         target = pair
     inside = is_row[:, None] & is_column[None, :]
     tl.store(out_ptr + target[:, None] * OUT + columns[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def product(x, weight, scales_ptr, scale, is_column):
+    """Return the product of two tiles in fp32, whose columns are multiplied by their `scale` if there are some."""
+    sums = tl.dot(operand(x), widened(weight, x.dtype), input_precision="tf32x3")
+    if scales_ptr is not None:
+        sums *= tl.load(scales_ptr + scale, mask=is_column, other=0.0)[None, :]
+    return sums

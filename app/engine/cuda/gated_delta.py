@@ -32,18 +32,12 @@ def commit_and_verify(step: GatedDeltaStep) -> Tensor:
     accepted = step.counts.new_empty(num_seqs)
     o = step.matrix.new_zeros(num_rows, num_heads, v_dim)
     columns = triton.next_power_of_2(width) if INTERPRETED else COLUMNS_OF_A_PROGRAM
+    inputs = step.inputs, step.inputs.stride(0), step.conv_weight, step.a_log, step.dt_bias
+    memory = step.conv, step.pending, step.num_tokens, mixed, accepted
     mix[num_seqs, triton.cdiv(width, columns)](
-        step.inputs,
-        step.inputs.stride(0),
-        step.conv_weight,
-        step.a_log,
-        step.dt_bias,
+        *inputs,
         *seqs,
-        step.conv,
-        step.pending,
-        step.num_tokens,
-        mixed,
-        accepted,
+        *memory,
         max_inputs,
         CHANNELS=channels,
         HEADS=num_heads,
@@ -56,15 +50,9 @@ def commit_and_verify(step: GatedDeltaStep) -> Tensor:
     values = triton.next_power_of_2(v_dim)
     if not INTERPRETED:
         values = min(values, STATE_OF_A_PROGRAM // triton.next_power_of_2(k_dim))
+    arguments = mixed, accepted, *seqs, step.matrix, step.num_tokens, o, max_inputs, k_dim**-0.5
     recur[num_seqs, triton.cdiv(num_heads, heads), triton.cdiv(v_dim, values)](
-        mixed,
-        accepted,
-        *seqs,
-        step.matrix,
-        step.num_tokens,
-        o,
-        max_inputs,
-        k_dim**-0.5,
+        *arguments,
         CHANNELS=channels,
         HEADS=num_heads,
         K_DIM=k_dim,

@@ -13,6 +13,7 @@ from torch import Tensor
 from app.engine.cuda import products
 from app.engine.cuda.backend import CudaBackend
 from app.engine.device.base import AttentionMask, AttentionMetadata
+from app.engine.quantised import Weight
 
 
 class InvariantCudaBackend(CudaBackend):
@@ -30,5 +31,5 @@ class InvariantCudaBackend(CudaBackend):
         """Return None, which is our attention."""
         return None
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         return products.linear(x, weight, bias, self.multiprocessors)

@@ -67,6 +67,55 @@ def norm(
     tl.store(out_ptr + offset, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+def convolve(rows: Tensor, base: Tensor, change: Tensor, side: int) -> Tensor:
+    """Return `Backend.convolve`. Its sums are in fp32."""
+    (num_rows, size), out, groups = rows.shape, rows.new_empty(rows.shape), base.shape[2]
+    per_program = items_per_program(num_rows, on_gpu=1)
+    convolved[triton.cdiv(num_rows, per_program), triton.cdiv(size, SILU_BLOCK.value)](
+        rows.contiguous(),
+        base[side],
+        change.contiguous(),
+        out,
+        num_rows,
+        change.shape[1],
+        2 * side * groups,
+        GROUPS=groups,
+        SIZE=size,
+        ROWS=per_program,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows", "width", "first_group"])
+def convolved(
+    x_ptr,
+    base_ptr,
+    change_ptr,
+    out_ptr,
+    num_rows,
+    width,
+    first_group,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Compute SILU_BLOCK columns of ROWS rows."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * SILU_BLOCK + tl.arange(0, SILU_BLOCK)[None, :]
+    inside = (row < num_rows)[:, None] & (columns < SIZE)
+    has_before = inside & (row % width > 0)[:, None]
+    row = row.to(tl.int64)[:, None]
+    change = change_ptr + row * (4 * GROUPS) + first_group + columns // (SIZE // GROUPS)
+    own = tl.load(base_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+    own += tl.load(change, mask=inside, other=0.0).to(tl.float32)
+    before = tl.load(base_ptr + SIZE + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+    before += tl.load(change + GROUPS, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    x_before = tl.load(x_ptr + (row - 1) * SIZE + columns, mask=has_before, other=0.0).to(tl.float32)
+    out = own * x + before * x_before
+    tl.store(out_ptr + row * SIZE + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up `[T, I]` of `[T, 2I]`, gate first."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from app.engine.checkpoint.shapes import AttentionMask, DecoderConfig, MoeConfig
 from app.engine.comm.comm import Comm, Meeting
+from app.engine.quantised import QuantisedWeight, Weight, joined
 from app.engine.verify import verify
 
 
@@ -25,12 +26,10 @@ class LayerKv:
 
 @dataclass(slots=True)
 class AttentionMetadata:
-    """Lengths and pages of S sequences whose rows are consecutive.
-
-    `query_start_loc` [S + 1], `seq_lens` [S] and `page_table` [S, P] are int32 on the device. `query_lens` and
-    `host_seq_lens` are the same lengths on the host, exact if the backend has `lengths_on_host`. Sequence lengths
-    include the rows themselves. `plans` are results of `Backend.plan_attention`, one for all layers of a mask.
-    """
+    """Lengths and pages of S sequences whose rows are consecutive. `query_start_loc` [S + 1], `seq_lens` [S] and
+    `page_table` [S, P] are int32 on the device. `query_lens` and `host_seq_lens` are the same lengths on the host,
+    exact if the backend has `lengths_on_host`. Sequence lengths include the rows themselves. `plans` are results of
+    `Backend.plan_attention`, one for all layers of a mask."""
 
     query_start_loc: Tensor
     seq_lens: Tensor
@@ -76,23 +75,20 @@ slots, the attention groups, and the KV of all layers."""
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """Experts of a layer: `router` [E, H] fp32, `gate_up` [E, 2I, H] with the gate first, `down` [E, H, I], and their
-    biases [E], [E, 2I] and [E, H], all of them fp32."""
+    biases [E], [E, 2I], [E, H], all of them fp32."""
 
     router: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Weight
+    down: Weight
     router_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
 
 class GatedDeltaStep(NamedTuple):
-    """R rows of S decoding sequences in one layer, with its weights and slots.
-
-    `inputs` [R, C + 2 Nv] enter it, `slots` to `places` are those of `SequenceRows`, all on the device; slot 0 is
-    padding. `matrix` to `num_tokens` are those of `LayerState`, and written in place. With `can_wait` the host may read
-    counts, because it computes them itself.
-    """
+    """R rows of S decoding sequences in one layer, with its weights and slots. `inputs` [R, C + 2 Nv] enter it, `slots`
+    to `places` are those of `SequenceRows`, all on the device; slot 0 is padding. `matrix` to `num_tokens` are those of
+    `LayerState`, and written in place. With `can_wait` the host may read counts, because it computes them itself."""
 
     inputs: Tensor
     conv_weight: Tensor
@@ -113,11 +109,12 @@ class GatedDeltaStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """Sizes that work well on a device when the user gives none."""
+    """Sizes that work well on a device when the user gives none. `max_blocks` is the most sequences with a draft."""
 
     dtype: torch.dtype
     page_size: int
     max_num_seqs: int
+    max_blocks: int = 256
 
 
 class Graph(ABC):
@@ -148,11 +145,15 @@ class Backend(ABC):
     """True if attention takes sequences without rows, so a step that fills a graph needs no padding."""
     memory_is_host = False
     """True if the host computes: other processes share its memory, no peak is measured, and a read costs nothing."""
+    quantised_dtypes: tuple[str, ...] = ()
+    """Dtypes of stored weights, as safetensors names them, that mostly stay as they are."""
     batch_invariant = False
     """True if no bit of a row of the target depends on the other rows of a step, or on its position among them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.quantised_bytes = self.widened_bytes = 0
+        """Bytes of packed weights that stay quantised, and of others that do not."""
 
     def why_not(self, dtype: torch.dtype, layer_numbers: int | None = None) -> str:
         """Return why `--dtype auto` turns weights of `dtype` into those of `defaults`, or "" if it keeps them. Gate
@@ -195,6 +196,24 @@ class Backend(ABC):
         """Return one weight [out, in] of the rows of `parts`, in the memory order that `linear` reads fastest."""
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def pack_linear(self, *parts: Weight) -> Weight:
+        """Return one weight of the rows of `parts`, quantised if all are, and this device multiplies by them so."""
+        own = [part for part in parts if isinstance(part, QuantisedWeight) and part.data.dtype == parts[0].data.dtype]
+        if len(own) == len(parts) and self.multiplies(whole := joined(own) if len(own) > 1 else own[0]):
+            self.quantised_bytes += whole.data.nbytes + whole.scales.nbytes
+            return self.pack_quantised(whole)
+        plain = [part if isinstance(part, Tensor) else part.dequantised() for part in parts]
+        self.widened_bytes += sum(part.nbytes for part in plain) if own else 0
+        return self.pack_weight(*plain)
+
+    def multiplies(self, weight: QuantisedWeight) -> bool:
+        """Return True if `linear` takes this quantised weight, and `moe` experts that are quantised like it."""
+        return False
+
+    def pack_quantised(self, weight: QuantisedWeight) -> QuantisedWeight:
+        """Return the weight [out, in], or experts [E, out, in], in the memory order that products read fastest."""
+        return weight
+
     def pack_sinks(self, sinks: Tensor) -> Tensor:
         """Return sinks [heads] of the engine's dtype in the dtype that `attention` reads."""
         return sinks.float()
@@ -211,11 +230,9 @@ class Backend(ABC):
     def attention(
         self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, sinks: Tensor | None = None
     ) -> Tensor:
-        """Return softmax(q k^T / sqrt(D)) v [T, heads, D] over paged K and V, with grouped-query heads.
-
-        `mask` is one of `meta.plans`. `sinks` [heads], packed, are logits without a value, one more in each row's
-        softmax. Slots past `seq_lens` may hold any finite number, which must not show in the result.
-        """
+        """Return softmax(q k^T / sqrt(D)) v [T, heads, D] over paged K and V, with grouped-query heads. `mask` is one
+        of `meta.plans`. `sinks` [heads], packed, are logits without a value, one more in each row's softmax. Slots past
+        `seq_lens` may hold any finite number, which must not show in the result."""
 
     def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
         """Write row t of K and V [T, kv_heads, D], which may be strided views, to slot `slot_mapping[t]` = page id *
@@ -240,10 +257,19 @@ class Backend(ABC):
         first, second = x_thd.chunk(2, dim=-1)
         return x_thd * cos + torch.cat((-second, first), dim=-1) * sin
 
-    def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def gated_mlp(self, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
         """Return down(silu(gate(x)) * up(x)) [T, H]; `gate_up` is [2I, H] with the gate first, `down` [H, I]."""
         gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
         return self.linear(F.silu(gate).mul_(up), down)
+
+    def convolve(self, rows: Tensor, base: Tensor, change: Tensor, side: int) -> Tensor:
+        """Return one side of DFlash2's convolution [T, H] of rows [T, H], by kernels `base` [2, 2, G, H / G] plus
+        `change` [D, w, 2, 2, G, 1] of the rows of D blocks. Both have sides, then taps: the row and the one before."""
+        own, before = (change[:, :, side] + base[side]).unbind(2)
+        blocks = rows.view_as(own)
+        out = own * blocks
+        out[:, 1:].addcmul_(before[:, 1:], blocks[:, :-1])
+        return out.view_as(rows)
 
     def empty_experts(self, like: Tensor, num_experts: int, out_features: int, in_features: int) -> Tensor:
         """Return memory [E, out, in] of the dtype and device of `like`, in the order that `moe` reads fastest."""
@@ -306,11 +332,9 @@ class Backend(ABC):
     def advance_by_accepted(
         self, verified: Tensor, prev_row: Tensor, tokens: Tensor, anchor_rows: Tensor, offsets: Tensor, seq_lens: Tensor
     ) -> None:
-        """Advance S sequences, in place, by the result `verified` [L, w + 1] of the step in flight.
-
-        `prev_row` [S] is a sequence's row in it, or -1 to leave it. Its position `offsets` and `seq_lens` [S] grow by
-        the accepted drafts, and its anchor, at `anchor_rows` [S] of `tokens`, becomes the bonus token.
-        """
+        """Advance S sequences, in place, by the result `verified` [L, w + 1] of the step in flight. `prev_row` [S] is a
+        sequence's row in it, or -1 to leave it. Its position `offsets` and `seq_lens` [S] grow by the accepted drafts,
+        and its anchor, at `anchor_rows` [S] of `tokens`, becomes the bonus token."""
         in_flight = prev_row >= 0
         results = verified[prev_row.clamp(min=0)]
         accepted = results[:, -1:]
@@ -322,9 +346,9 @@ class Backend(ABC):
         offsets += num_accepted
         seq_lens += num_accepted
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """Return x @ weight.T + bias, [T, out] for x [T, in], a packed weight [out, in] and a bias [out]."""
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight if isinstance(weight, Tensor) else weight.dequantised(), bias)
 
     def logits(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
         """Return logits [R, V] of hidden states [R, H], in fp32 if the device can, else in the engine's dtype."""
@@ -334,8 +358,8 @@ class Backend(ABC):
         """Compile the device's own operators if that is still to be done, and report how many sources are."""
         return
 
-    def tune(self) -> None:
-        """Time the products of the packed weights in other ways, and use the quickest."""
+    def end_of_load(self, *, tune: bool) -> None:
+        """Get ready for steps. With `tune`, time products of the packed weights in other ways, and use the quickest."""
         return
 
     @abstractmethod

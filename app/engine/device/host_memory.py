@@ -17,8 +17,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 def host_memory() -> tuple[int, int]:
     """Return (free, total) bytes. Linux's cache of files counts as free, and SC_AVPHYS_PAGES would leave it out."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = os.sysconf("SC_PHYS_PAGES") * page
+    total = os.sysconf("SC_PHYS_PAGES") * (page := os.sysconf("SC_PAGE_SIZE"))
     available = _number(MEMINFO, r"^MemAvailable: +(\d+) kB$")
     free = os.sysconf("SC_AVPHYS_PAGES") * page if available is None else available << 10
     limit, used = _number(CGROUP / "memory.max", r"^(\d+)$"), _number(CGROUP / "memory.current", r"^(\d+)$")

@@ -1,11 +1,16 @@
 """Mixture of experts in plain PyTorch, without a value read by the host."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.checkpoint.shapes import SWIGLU_ALPHA, MoeConfig
 from app.engine.device.base import ExpertWeights
+from app.engine.quantised import Weight
+
+Multiply = Callable[[Tensor, Weight, Tensor], Tensor]
 
 
 def router_logits(x: Tensor, weights: ExpertWeights) -> Tensor:
@@ -28,18 +33,6 @@ def gated(gate_up: Tensor, config: MoeConfig) -> Tensor:
     return (up + 1) * gate * torch.sigmoid(SWIGLU_ALPHA * gate)
 
 
-def mixture(x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
-    """Return the weighted sum [T, H] of the outputs of each row's k experts: two grouped products over pairs sorted by
-    expert. A row's pairs are added in fp32, in the order of their weights, whatever the batch."""
-    shares, chosen = route(router_logits(x, weights), config)
-    k = config.num_experts_per_tok
-    order, experts, ends = by_expert(chosen, config.num_experts)
-    hidden = grouped(x[order // k], weights.gate_up, weights.gate_up_bias, ends, experts)
-    out = grouped(gated(hidden, config), weights.down, weights.down_bias, ends, experts)
-    pairs = torch.empty_like(out).index_copy_(0, order, out)
-    return (pairs.view(-1, k, out.shape[1]) * shares.unsqueeze(2)).sum(dim=1).to(x.dtype)
-
-
 def by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return (pairs int64 [T * k] sorted by expert, the expert of each, the ends int32 [E] of each expert's pairs).
     Pair t * k + j is of row t and of its expert `chosen[t, j]`."""
@@ -48,8 +41,24 @@ def by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]
     return order, experts, torch.searchsorted(experts, following, out_int32=True)
 
 
-def grouped(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, experts: Tensor) -> Tensor:
-    """Return x @ weight[e].T + bias[e] [R, out] for rows [R, in] that are sorted by expert e. `ends` [E] int32 are the
-    rows' ends of each expert, and `experts` [R] are e of each row."""
-    out = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+def grouped(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
+    """Return x @ weight[e].T [R, out] for rows [R, in] that are sorted by expert e. `ends` [E] int32 are the rows' ends
+    of each expert."""
+    dense = weight if isinstance(weight, Tensor) else weight.dequantised()
+    return F.grouped_mm(x, dense.transpose(1, 2), offs=ends)
+
+
+def mixture(x: Tensor, weights: ExpertWeights, config: MoeConfig, multiply: Multiply = grouped) -> Tensor:
+    """Return the weighted sum [T, H] of the outputs of each row's k experts: two products like `grouped` over pairs
+    sorted by expert. A row's pairs are added in fp32, in the order of their weights, whatever the batch."""
+    shares, chosen = route(router_logits(x, weights), config)
+    k = config.num_experts_per_tok
+    order, experts, ends = by_expert(chosen, config.num_experts)
+    hidden = _plus(multiply(x[order // k], weights.gate_up, ends), weights.gate_up_bias, experts)
+    out = _plus(multiply(gated(hidden, config), weights.down, ends), weights.down_bias, experts)
+    pairs = torch.empty_like(out).index_copy_(0, order, out)
+    return (pairs.view(-1, k, out.shape[1]) * shares.unsqueeze(2)).sum(dim=1).to(x.dtype)
+
+
+def _plus(out: Tensor, bias: Tensor | None, experts: Tensor) -> Tensor:
     return out if bias is None else out + bias[experts].to(out.dtype)

@@ -14,7 +14,7 @@ from app.engine.comm.process_group import GlooComm
 from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, Defaults, Graph, LayerKv
 from app.engine.device.gated_delta import GatedDeltaStep, commit_and_verify
 from app.engine.device.host_memory import host_memory, zeros_on_host
-from app.engine.device.moe import mixture
+from app.engine.device.moe import ExpertWeights, MoeConfig, grouped, mixture
 
 MAX_SCORES = 1 << 24
 """Scores of one padded attention call per KV head (its query heads x rows x tokens): 16 MiB of mask."""
@@ -91,7 +91,10 @@ class TorchBackend(Backend):
             o[call.rows] = self._attend(padded, kv, call, sinks)[call.places]
         return o
 
-    moe = staticmethod(mixture)
+    def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
+        return mixture(x, weights, config, self.grouped)
+
+    grouped = staticmethod(grouped)
 
     def commit_and_verify(self, step: GatedDeltaStep) -> Tensor:
         return commit_and_verify(step)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from app.engine.device.base import Backend
 
+_DTYPES = {"f": torch.float32, "i": torch.int32, "l": torch.int64}
 _ALIGNMENT = 8
 """Numbers of 32 bits in 32 bytes, the unit in which an NPU's cores move data."""
 
@@ -22,22 +23,21 @@ class Packed:
         self._places: dict[str, tuple[slice, tuple[int, ...]]] = {}
         size = 0
         for name, array in arrays.items():
-            words = array.nbytes // 4
-            self._places[name] = slice(size, size + words), array.shape
-            size += words + -words % _ALIGNMENT
+            self._places[name] = slice(size, size + array.nbytes // 4), array.shape
+            size += -(-array.nbytes // (4 * _ALIGNMENT)) * _ALIGNMENT
         self._memory = torch.empty(size, dtype=torch.int32, device=backend.device)
         self.tensors = {}
         for name, (place, shape) in self._places.items():
-            self.tensors[name] = self._memory[place].view(getattr(torch, arrays[name].dtype.name)).view(shape)
+            self.tensors[name] = self._memory[place].view(_DTYPES[arrays[name].dtype.char]).view(shape)
         self.send(arrays)
 
     def send(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Queue a copy of arrays of the same names and shapes. Rows of a table may be shorter, and end with zeros."""
+        """Queue a copy of arrays, which may be smaller: rows of a table end with zeros, others repeat their last."""
         packed = np.zeros(len(self._memory), dtype=np.int32)
         for name, (place, shape) in self._places.items():
             array = arrays[name].view(np.int32)
             if len(shape) == 2:
                 packed[place].reshape(shape)[:, : array.shape[1]] = array
             else:
-                packed[place] = array
+                packed[place][: len(array)], packed[place][len(array) :] = array, array[-1:]
         self._backend.upload(torch.from_numpy(packed), self._memory)

@@ -34,6 +34,8 @@ class DFlashDrafter:
         """Return drafts [D, w - first_draft_row] of the tokens after each anchor [D]. Blocks of w rows, at most the
         trained number, lie at `positions` and `slot_mapping` [D * w]."""
         hidden = self.predicting(anchors, positions, slot_mapping, meta)
+        if self.model.path is not None:
+            return self.model.path.propose(hidden, self.model.lm_head, anchors, self._sampler.max_greedy_rows)
         drafts = self._sampler.propose(hidden, self.model.lm_head).view(anchors.shape[0], -1)
         return self.model.in_target_vocabulary(drafts)
 
@@ -42,6 +44,10 @@ class DFlashDrafter:
         num_blocks, model = anchors.shape[0], self.model
         num_rows = positions.shape[0] // num_blocks
         embedded = self.backend.embed_blocks(anchors, model.config.mask_token_id, num_rows, model.embedding)
+        if model.mask_row is not None:
+            embedded.view(num_blocks, num_rows, -1)[:, 1:] = model.mask_row
+        if (scale := model.config.embedding_scale) != 1.0:
+            embedded = embedded * scale
         hidden = model.forward(embedded, StepRows(self.rotary.at(positions), slot_mapping, [meta]), self.pool)
         return hidden.view(num_blocks, num_rows, -1)[:, model.config.first_draft_row :].flatten(0, 1)
 

@@ -37,10 +37,16 @@ def report(draft: DFlashConfig) -> dict[str, str]:
     """Return what was read from the checkpoint's config, for people."""
     decoder, rope = draft.decoder, draft.decoder.rope
     turning = (f", {rope.dim} dims" if rope.dim else "") + (", adjacent pairs" if rope.adjacent_pairs else "")
+    path, head = draft.path, "the best token of each row"
+    if path:
+        owner = "DFlash2's selector" if path.kind == "selector" else f"DSpark's {path.kind} head"
+        head = f"{owner}, a path through {path.top_k} candidates"
     return {
         "layers": str(decoder.num_layers),
         "masks": "; ".join(f"{decoder.masks.count(mask)} {mask}" for mask in dict.fromkeys(decoder.masks)),
         "block": f"{draft.block_size - 1} drafts, the first from row {draft.first_draft_row}",
+        "head": head,
+        "convolutions": f"in groups of {draft.conv_group} channels" if draft.conv_group else "none",
         "taps": f"{','.join(map(str, draft.target_layer_ids))} of {draft.target_hidden_size}",
         "mask_token": str(draft.mask_token_id),
         "vocabulary": f"{draft.draft_vocab_size} of {decoder.vocab_size}",

@@ -1,9 +1,11 @@
 """From an EngineConfig to a warm EngineCore: plan, weights, memory, checks."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -16,12 +18,14 @@ from app.engine.comm.comm import ALONE, Comm
 from app.engine.core import EngineCore
 from app.engine.device.base import Backend
 from app.engine.device.factory import found_device, make_backend
+from app.engine.dflash.conv import ConvolvedLayer
 from app.engine.dflash.drafter import DFlashDrafter
-from app.engine.dflash.model import DFlashModel
+from app.engine.dflash.model import DFlashModel, read_mask_row
+from app.engine.dflash.rotation import read_rotation, turned_back, turned_fc
 from app.engine.dflash.self_test import check_attention
 from app.engine.dflash.startup_log import log_draft
 from app.engine.errors import UnsupportedError
-from app.engine.load.loader import OpenWeights, SafetensorsWeights, target_class
+from app.engine.load.loader import Int8Weights, OpenWeights, SafetensorsWeights, target_class
 from app.engine.load.made_up_steps import measure_costs, step_memory
 from app.engine.load.memory import bytes_per_token, check_weights, kv_bytes, make_state_slots, make_states, settle_pages
 from app.engine.load.plan import Plan, Sizes, make_plan, name_of
@@ -31,6 +35,7 @@ from app.engine.models.layers import Attention
 from app.engine.models.rope import RotaryTable
 from app.engine.models.state_pool import StatePool
 from app.engine.models.target import Target
+from app.engine.models.weights import Weights
 from app.engine.sampling.penalties import TokenCounts
 from app.engine.sampling.sampler import Sampler
 from app.engine.sampling.sharded import ShardedSampler
@@ -120,8 +125,7 @@ def _load(
         backend.check(decoder, plan.sizes.block_size, plan.sizes.page_size, plan.dtype)
         check_attention(backend, decoder, plan.sizes.page_size, plan.sizes.block_size, plan.dtype)
     target, draft = _read_weights(plan, backend, comm, open_weights, on_progress)
-    if config.tune == "auto" and comm.size == 1:  # ranks launch alike
-        backend.tune()
+    backend.end_of_load(tune=config.tune == "auto" and comm.size == 1)  # ranks launch alike
     states = make_states(plan, backend, comm)
     runner_over = partial(_runner, backend, comm, target, draft, states)
     step = 0 if backend.memory_is_host else step_memory(partial(runner_over, plan), backend, plan.sizes)
@@ -129,8 +133,7 @@ def _load(
     token_bytes = plan.sharing * sum(bytes_per_token(decoder, plan.dtype) for decoder in plan.decoders)
     sizes, num_pages = settle_pages(config, plan.sizes, kv, token_bytes)
     plan = replace(plan, sizes=sizes, num_pages=num_pages)
-    runner = runner_over(plan, num_pages, tell, partial(on_progress, "graphs"))
-    return runner, plan
+    return runner_over(plan, num_pages, tell, partial(on_progress, "graphs")), plan
 
 
 def _read_weights(
@@ -138,19 +141,34 @@ def _read_weights(
 ) -> tuple[Target, DFlashModel | None]:
     """Read both models. The draft's files are opened, and refused if need be, before the target's are read."""
     config, shape, of_draft = plan.config, plan.draft, None
-    stored = open_weights(config.target, backend.device, plan.dtype, partial(on_progress, "target"))
+
+    def opened(folder: Path, on_read: Callable[[int, int], None] = lambda *_: None) -> Weights:
+        return open_weights(folder, backend.device, plan.dtype, on_read, backend.quantised_dtypes)
+
+    stored = opened(config.target, partial(on_progress, "target"))
     if config.draft and shape:
-        of_draft = open_weights(config.draft, backend.device, plan.dtype, partial(on_progress, "draft"))
-        refuse_foreign_tensors(of_draft.names, biases=shape.decoder.qkv_bias)
+        of_draft = opened(config.draft, partial(on_progress, "draft"))
+        refuse_foreign_tensors(of_draft.names, shape)
+    rotation = read_rotation(config, backend, plan.target.hidden_size)
     check_weights(plan, stored, of_draft, backend, comm)
     family, target_layer_ids = target_class(plan.target.model_type), shape.target_layer_ids if shape else ()
-    target = family(plan.target, stored, backend, target_layer_ids, comm)
+    weights = Int8Weights(stored) if config.quantization == "int8" else stored
+    target = family(plan.target, weights, backend, target_layer_ids, comm)
     stored.close()
+    if any(sizes := (backend.quantised_bytes >> 20, backend.widened_bytes >> 20)):
+        told = "target: %d MiB of weights stay in 8 bits; others that are quantised became %d MiB of the engine's dtype"
+        logging.getLogger(__name__).info(told, *sizes)
     use_operator(target, plan.target, backend, comm, target_layer_ids)
-    if shape is None or of_draft is None:
+    if shape is None or of_draft is None or config.draft is None:
         return target, None
-    shared = target.embedding, target.lm_head, comm, ALONE if plan.whole_draft else comm
-    draft = DFlashModel(shape, of_draft, backend, *shared)
+    shared = target.embedding, target.lm_head
+    if rotation is not None:
+        adapted = partial(family.adapt, config=plan.target)
+        shared = turned_back(config, shape, of_draft, rotation, *shared, lambda file: adapted(opened(file)), backend)
+    draft = DFlashModel(shape, of_draft, backend, *shared, comm, ALONE if plan.whole_draft else comm)
+    if rotation is not None:
+        draft.fc = turned_fc(draft.fc, rotation, backend)
+    draft.mask_row = read_mask_row(config.draft, shape, draft.norm)
     of_draft.close()
     use_operator(draft, shape.decoder, backend, comm)
     return target, draft
@@ -163,7 +181,7 @@ def use_operator(
     layers = []
     for layer in model.layers:
         own = layer.attention
-        if type(own) is not Attention or layer.mixture or comm.size > 1:
+        if type(own) is not Attention or layer.mixture or comm.size > 1 or isinstance(layer, ConvolvedLayer):
             return
         of_attention = own.qkv, own.qkv_bias, own.q_norm, own.k_norm, own.sinks, own.o, own.o_bias
         layers.append((layer.input_norm, *of_attention, layer.post_attention_norm, layer.gate_up, layer.down))
@@ -199,7 +217,7 @@ def _runner(
     graphs, pages = None, max(sizes.pages_per_sequence, sizes.scratch_pages)
     try:
         if on_graph and plan.graph_sizes:
-            graphs = StepGraphs(forward, layout, plan.graph_sizes, pages=pages, on_graph=on_graph, comm=comm)
+            graphs = StepGraphs(forward, layout, plan.graph_sizes, counts, pages=pages, on_graph=on_graph, comm=comm)
     except torch.OutOfMemoryError as error:
         raise UnsupportedError(
             "graphs do not fit next to weights and KV: give a smaller --kv-cache-memory or --memory-utilization, "

@@ -1,9 +1,12 @@
 """Weights from safetensors files, by name and expected shape."""
 
 import math
-from collections.abc import Callable, Iterable
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -11,9 +14,13 @@ from torch import Tensor
 
 from app.engine.checkpoint.families import FAMILIES
 from app.engine.checkpoint.files import find_tensor, read_tensors
+from app.engine.checkpoint.quantised import COMPANIONS, OTHER_PARTS, SCALES
+from app.engine.checkpoint.quantised import DTYPES as QUANTISED_DTYPES
 from app.engine.errors import UnsupportedError
+from app.engine.load.scales import Scales
 from app.engine.models.target import Target
 from app.engine.models.weights import Part, Weights
+from app.engine.quantised import QuantisedWeight, Weight
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all)."""
@@ -24,59 +31,106 @@ _KINDS = {
 }
 """Dtypes that a tensor asked for in a dtype may be stored in, and what is wrong with others. The rest are fractions."""
 
-OpenWeights = Callable[[Path, torch.device, torch.dtype, Progress], Weights]
-"""Opens the weights of a checkpoint's folder, for a device and a dtype."""
+_PRODUCT = re.compile(r"layers\..*(_proj|in_proj_(qkvz?|z))\.weight")
+_PACKED = re.compile(r"(?<=\.experts\.)\d+|\b(gate|up|[qkv])(?=_proj\.)|(?<=\.in_proj_)(qkv|z)\b")
+_LEFT_OUT = re.compile(rf"{'|'.join(OTHER_PARTS)}|.*({'|'.join(COMPANIONS)}|quant_bias|_scales)$")
+"""Weights of products, in whose names differs which are quantised together or not at all; and what is not kept."""
+
+OpenWeights = Callable[[Path, torch.device, torch.dtype, Progress, Collection[str]], Weights]
+"""Opens the weights of a checkpoint's folder, for a device, a dtype, and the stored dtypes that the device keeps."""
 
 
 def target_class(model_type: str) -> type[Target]:
     """Return the class of a supported family."""
     module, name = FAMILIES[model_type].location.rsplit(".", 1)
-    target: type[Target] = getattr(import_module(f"app.engine.models.{module}"), name)
-    return target
+    return cast(type[Target], getattr(import_module(f"app.engine.models.{module}"), name))
 
 
 class SafetensorsWeights:
     """The safetensors of one folder, single or sharded, read straight to the device when asked for. Raises
-    UnsupportedError if they are not whole."""
+    UnsupportedError if they are not whole. `get` returns a quantised weight as the numbers that it stands for."""
 
     def __init__(
-        self, folder: Path, device: torch.device, dtype: torch.dtype, on_progress: Progress = lambda *_: None
+        self,
+        folder: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        on_progress: Progress = lambda *_: None,
+        kept: Collection[str] = ("F8_E4M3",),
     ) -> None:
-        self._folder, self._device, self._dtype = folder, device, dtype
-        self._on_progress = on_progress
+        """Stored numbers in float8 that are not `kept` on the device are widened before they come to it."""
+        self._folder, self._device, self._dtype, self._on_progress = folder, device, dtype, on_progress
         self._files = read_tensors(folder)
         paths = {tensor.file for tensor in self._files.values()}
-        self._open = {path: safe_open(path, framework="pt", device=str(device)) for path in paths}
+        self._kept, foreign = kept, {"F8_E4M3"} - set(kept)
+        self._place = torch.device("cpu") if any(t.dtype in foreign for t in self._files.values()) else device
+        self._open = {path: safe_open(path, framework="pt", device=str(self._place)) for path in paths}
         self._total = sum(path.stat().st_size for path in paths)
-        self._read = 0
-        self._used: set[str] = set()
+        self._read, self._used = 0, set[str]()
+        self._scales = Scales(folder, self._files.keys(), self._stored, self._used)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        stem = name.removesuffix(".quant_bias")
+        return name in self._files if stem == name else self._scales.has_bias(f"{stem}.bias")
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of all tensors in the engine's dtype. A byte of mxfp4 has two numbers."""
-        numbers = {name: math.prod(tensor.shape) for name, tensor in self._files.items()}
-        return sum(n * (2 if name.endswith("_blocks") else 1) for name, n in numbers.items()) * self._dtype.itemsize
+    def num_bytes(self, multiplies: Callable[[QuantisedWeight], bool], *, to_int8: bool) -> int:
+        """Return `Weights.num_bytes`. A byte of mxfp4 has two numbers."""
+        packs = defaultdict[str, list[tuple[int, int]]](list)
+        for name, (_, _, shape, kind) in self._files.items():
+            wide = narrow = math.prod(shape) * self._dtype.itemsize * (2 if name.endswith("_blocks") else 1)
+            if _PRODUCT.fullmatch(name) and len(shape) == 2 and (kind in QUANTISED_DTYPES or to_int8):
+                scales = (self._files.get(name.removesuffix("weight") + scale) for scale in SCALES)
+                in_blocks = any(found and found.shape[1:] not in ([], [1]) for found in scales)
+                groups = shape[1] // math.gcd(shape[1], self._scales.block[1]) if in_blocks else 1
+                data = torch.empty(shape, dtype=torch.float8_e4m3fn if kind == "F8_E4M3" else torch.int8, device="meta")
+                weight = QuantisedWeight(data, torch.empty(shape[0], groups, device="meta"), self._dtype)
+                narrow = data.nbytes + weight.scales.nbytes if multiplies(weight) else wide
+            packs[_PACKED.sub("", name)].append((0, 0) if _LEFT_OUT.match(name) else (wide, narrow))
+        return sum(sum(sizes[all(narrow < wide for wide, narrow in pack)] for sizes in pack) for pack in packs.values())
 
     def get(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        path, stored_name, _ = find_tensor(self._files, self._folder, name, shape)
-        if part is None:
-            tensor: Tensor = self._open[path].get_tensor(stored_name)
-            self._read += tensor.nbytes
-        else:
-            stored, before = self._open[path].get_slice(stored_name), (slice(None),) * part.axis
-            read = [stored[(*before, slice(own.start, own.stop))] for own in part.ranges]
-            tensor = read[0].contiguous() if len(read) == 1 else torch.cat(read, dim=part.axis)
-            self._read += tensor.nbytes // tensor.shape[part.axis] * shape[part.axis]
-        self._used.add(name)
-        self._on_progress(self._read, self._total)
         dtype = dtype or self._dtype
-        kinds, otherwise = _KINDS.get(dtype, (_FRACTIONS, ": quantised weights are not supported yet"))
+        if (bias := self._scales.bias(name)) is not None:
+            return (part.of(bias) if part else bias).to(self._device, dtype)
+        path, _, _, kind = find_tensor(self._files, self._folder, name, shape)
+        tensor = self._read_stored(name, shape, part)
+        kinds, otherwise = _KINDS.get(dtype, (_FRACTIONS, ", not fractions"))
+        if kind in QUANTISED_DTYPES and kinds is _FRACTIONS:
+            return self._quantised(name, shape, part, tensor, dtype).dequantised().to(self._device)
         if tensor.dtype not in kinds:
             raise UnsupportedError(f"{path}: tensor {name} is {str(tensor.dtype).removeprefix('torch.')}{otherwise}")
         return tensor.to(self._device, dtype)
+
+    def get_linear(self, name: str, *shape: int, part: Part | None = None) -> Weight:
+        kind = find_tensor(self._files, self._folder, name, shape).dtype
+        if kind not in QUANTISED_DTYPES:
+            return self.get(name, *shape, part=part)
+        weight = self._quantised(name, shape, part, self._read_stored(name, shape, part), self._dtype)
+        if self._place != self._device and kind not in self._kept:
+            return weight.dequantised().to(self._device)
+        return QuantisedWeight(weight.data.to(self._device), weight.scales.to(self._device), self._dtype)
+
+    def _quantised(
+        self, name: str, shape: Sequence[int], part: Part | None, data: Tensor, dtype: torch.dtype
+    ) -> QuantisedWeight:
+        return QuantisedWeight(data.to(self._place), self._scales.of(name, shape, part).to(self._place), dtype)
+
+    def _read_stored(self, name: str, shape: Sequence[int], part: Part | None) -> Tensor:
+        """Return a tensor that a model asks for as it is stored, or a part of it, and tell how much was read."""
+        tensor = self._stored(name, part)
+        self._used.add(name)
+        self._read += tensor.nbytes if part is None else tensor.nbytes // tensor.shape[part.axis] * shape[part.axis]
+        self._on_progress(self._read, self._total)
+        return tensor
+
+    def _stored(self, name: str, part: Part | None = None) -> Tensor:
+        """Return a tensor as it is stored, or a part of it."""
+        path, stored_name, _, _ = self._files[name]
+        if part is None:
+            return cast(Tensor, self._open[path].get_tensor(stored_name))
+        stored, before = self._open[path].get_slice(stored_name), (slice(None),) * part.axis
+        read = [stored[(*before, slice(own.start, own.stop))] for own in part.ranges]
+        return read[0].contiguous() if len(read) == 1 else torch.cat(read, dim=part.axis)
 
     @property
     def names(self) -> Iterable[str]:
@@ -94,3 +148,20 @@ class SafetensorsWeights:
                 f"{self._folder}: {len(unused)} tensors do not belong to this architecture, such as {unused[0]}; "
                 "leaving them out would be wrong"
             )
+
+
+class Int8Weights:
+    """Weights of products that become int8 while they are read (`--quantization int8`). Others stay as they are."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._weights
+
+    def get_linear(self, name: str, *shape: int, part: Part | None = None) -> Weight:
+        weight = self._weights.get_linear(name, *shape, part=part)
+        return QuantisedWeight.int8(weight) if isinstance(weight, Tensor) else weight
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._weights, name)

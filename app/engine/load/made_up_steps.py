@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from app.engine.device.base import Backend
 from app.engine.errors import UnsupportedError
+from app.engine.load.loader import Progress
 from app.engine.load.plan import Sizes
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.schedule.costs import CostTable, Shape, shapes
@@ -22,9 +23,8 @@ MAX_SECONDS = 10
 """Time for all steps. A step begins only if it is expected to end by then, and its cost is scaled otherwise."""
 _SECONDS = 2.0
 """Time after which only the smallest and the largest number of sequences are timed, and those once."""
-_ROUNDS = 6
-_IN_A_ROW = 3
-"""Steps of a shape in every round, of which the last is timed."""
+_ROUNDS, _IN_A_ROW = 6, 3
+"""Rounds, and steps of a shape in each, of which the last is timed."""
 _SLOW_MS = 100.0
 """A step that takes longer is timed at once, because previous steps like it would save few of its milliseconds."""
 _CONTEXT = 128
@@ -48,7 +48,7 @@ def step_memory(runner_over: Callable[[int], ModelRunner], backend: Backend, siz
 
 
 def _widest_step(sizes: Sizes) -> Batch:
-    """Return a step in which all sequences verify a whole block, every token is drawn, and prompts take the rest."""
+    """Return a step that verifies whole blocks, all drawn with penalties, of all sequences. Prompts take the rest."""
     seqs, block = sizes.max_num_seqs, sizes.block_size
     batch = made_up(Shape(seqs, seqs, block, block), sizes, context=0, temperature=1.0)
     page = pages_of(seqs, sizes)
@@ -73,7 +73,7 @@ def made_up(shape: Shape, sizes: Sizes, context: int = _CONTEXT, temperature: fl
         repeats = max(0, min(context, sizes.max_model_len, room) // page_size)
         start = repeats * page_size + in_page
         seq = _sequence(start + 1, [first] * repeats + [*pages], temperature)
-        seq.state_slot = i + 1
+        seq.state_slot, seq.batch_slot = i + 1, i
         rows = shape.rows if i < shape.drafting else 1
         batch.decodes.append(ScheduledSequence(seq, start, rows, needs_logits=True, num_drafts=rows - 1))
     return batch
@@ -85,24 +85,17 @@ def pages_of(num_seqs: int, sizes: Sizes) -> int:
 
 
 def _sequence(num_tokens: int, pages: Iterable[int], temperature: float) -> Sequence:
-    request = Request("profile", (0,) * num_tokens, num_tokens + 1, SamplingParams(temperature))
-    return Sequence(request, arrival=0, pages=array("i", pages))
+    asked = SamplingParams(temperature, frequency_penalty=temperature)
+    return Sequence(Request("profile", (0,) * num_tokens, num_tokens + 1, asked), arrival=0, pages=array("i", pages))
 
 
 def measure_costs(
-    runner: ModelRunner,
-    sizes: Sizes,
-    num_pages: int,
-    on_progress: Callable[[int, int], None] = lambda *_: None,
-    *,
-    overlap: bool = False,
+    runner: ModelRunner, sizes: Sizes, num_pages: int, on_progress: Progress = lambda *_: None, *, overlap: bool = False
 ) -> CostTable:
     """Time decode steps of 1, 2, 4 ... sequences in the shapes of `shapes`, on free pages, and return their costs.
-
     Blocks are as wide as those of the runner's graphs, if it has some. With `overlap` a step is launched before the
     previous one is read. The quickest of several times counts, because other load only makes steps slower. Sizes that
-    need more than `num_pages` are left out. `on_progress` gets the seconds that are over, and `MAX_SECONDS`.
-    """
+    need more than `num_pages` are left out. `on_progress` gets the seconds that are over, and `MAX_SECONDS`."""
     seqs = sorted({*(1 << i for i in range(sizes.max_num_seqs.bit_length())), sizes.max_num_seqs})
     seqs = [n for n in seqs if pages_of(n, sizes) <= num_pages]
     ends = (seqs[0], seqs[-1])

@@ -37,16 +37,16 @@ DEFAULT_SHARE = 4
 def check_weights(plan: Plan, target: Weights, draft: Weights | None, backend: Backend, comm: Comm) -> None:
     """Raise UnsupportedError with both numbers if the weights are larger than the memory that is free."""
     config, shares = plan.config, comm.size // plan.sharing  # a rank has its share, and all of embeddings and norms
-    sizes = {config.target: target.num_bytes // shares}
+    sizes = {config.target: target.num_bytes(backend.multiplies, to_int8=config.quantization == "int8") // shares}
     if config.draft and draft:
-        sizes[config.draft] = draft.num_bytes // (1 if plan.whole_draft else shares)
+        whole = draft.num_bytes(lambda weight: False, to_int8=False)
+        sizes[config.draft] = whole // (1 if plan.whole_draft else shares)
     needed, free = sum(sizes.values()), comm.minimum(backend.memory()[0])  # no rank has read weights before this
+    listed = " and ".join(f"{size >> 20} MiB of {folder}" for folder, size in sizes.items())
+    told = f"the weights take {needed >> 20} MiB ({listed}), and {free >> 20} MiB are free on {backend.device}"
+    logger.info(told)
     if needed > free:
-        listed = " and ".join(f"{size >> 20} MiB of {folder}" for folder, size in sizes.items())
-        raise UnsupportedError(
-            f"the weights take {needed >> 20} MiB in this dtype ({listed}), but {free >> 20} MiB are free on "
-            f"{backend.device}: free some, or give a smaller model or a narrower --dtype"
-        )
+        raise UnsupportedError(f"{told}, too few: free some, or give a smaller model or --quantization int8")
 
 
 def make_states(plan: Plan, backend: Backend, comm: Comm) -> StatePool | None:

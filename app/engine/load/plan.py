@@ -10,6 +10,7 @@ from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.device.base import Backend, Defaults
 from app.engine.errors import UnsupportedError
 from app.engine.load.refusals import Facts, check
+from app.engine.models.weights import shard
 from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine.step.graph_plan import settle_graph_sizes
 from app.engine.step.graph_sizes import GraphSizes
@@ -76,8 +77,8 @@ class Plan:
         """Return the plan of one of `size` ranks, which has its share of the target and of a draft that is split."""
         draft = self.draft
         if draft and not self.whole_draft:
-            draft = replace(draft, decoder=draft.decoder.shard(size))
-        return replace(self, target=self.target.shard(size), draft=draft)
+            draft = replace(draft, decoder=shard(draft.decoder, size))
+        return replace(self, target=shard(self.target, size), draft=draft)
 
 
 def make_plan(config: EngineConfig, models: tuple[DecoderConfig, DFlashConfig | None], backend: Backend) -> Plan:
@@ -119,7 +120,8 @@ def settle_sizes(config: EngineConfig, block_size: int, model_limit: int, defaul
     """Fill in sizes that the user left open. Raises UnsupportedError, with a number to use, if sizes do not fit."""
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
     if seqs is None:
-        seqs = defaults.max_num_seqs if tokens is None else max(1, min(defaults.max_num_seqs, tokens // block_size))
+        most = min(defaults.max_num_seqs, defaults.max_blocks if block_size > 1 else defaults.max_num_seqs)
+        seqs = most if tokens is None else max(1, min(most, tokens // block_size))
     if tokens is None:
         tokens = max(MIN_BATCHED_TOKENS, seqs * block_size + PREFILL_SHARE)
     if tokens < seqs * block_size:
@@ -133,8 +135,7 @@ def settle_sizes(config: EngineConfig, block_size: int, model_limit: int, defaul
 
 def _graph_sizes(config: EngineConfig, sizes: Sizes, backend: Backend) -> GraphSizes | None:
     """Return the sizes to capture, or None to run eagerly."""
-    eager = not backend.captures if config.enforce_eager is None else config.enforce_eager
-    if eager:
+    if not backend.captures if config.enforce_eager is None else config.enforce_eager:
         return None
     max_graphs, limit = config.max_graphs, backend.max_graphs(config.tensor_parallel_size)
     if limit is not None and limit < max_graphs:

@@ -11,6 +11,7 @@ from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.errors import UnsupportedError
 
 _VOCAB = "tokens in its vocabulary"
+_COPIED = "KV heads", "key heads in its recurrent layers"  # more ranks than heads have copies of them
 
 
 class Facts(NamedTuple):
@@ -39,27 +40,29 @@ class Refusal(NamedTuple):
 
 def _indivisible(facts: Facts) -> str:
     """Return the first number of a model that the ranks cannot share, or ""."""
-    size, whole_draft = facts.config.tensor_parallel_size, facts.config.draft_tensor_parallel_size == 1
-    for what, number in _divided(facts.target, facts.target.vocab_size) if facts.target else ():
-        if number % size:
-            return f"the target has {number} {what}, which {size} does not divide"
-    for what, number in _divided(facts.draft.decoder, facts.draft.draft_vocab_size) if facts.draft else ():
-        if number % size and not (whole_draft and what != _VOCAB):
-            hint = "" if what == _VOCAB else "; --draft-tensor-parallel-size 1 leaves its layers whole"
-            return f"the draft has {number} {what}, which {size} does not divide{hint}"
+    size, target, draft = facts.config.tensor_parallel_size, facts.target, facts.draft
+    numbers = [("target", *each) for each in _divided(target, target.vocab_size)] if target else []
+    numbers += [("draft", *each) for each in _divided(draft.decoder, draft.draft_vocab_size)] if draft else []
+    for model, what, number in numbers:
+        may_be_whole, may_be_copied = model == "draft" and what != _VOCAB, what in _COPIED
+        is_whole = may_be_whole and facts.config.draft_tensor_parallel_size == 1
+        if number % size and not is_whole and not (may_be_copied and size % number == 0):
+            nor = " and is no multiple of" if may_be_copied else ""
+            hint = "; --draft-tensor-parallel-size 1 leaves its layers whole" if may_be_whole else ""
+            return f"the {model} has {number} {what}, which {size} does not divide{nor}{hint}"
     return ""
 
 
 def _divided(decoder: DecoderConfig, vocab_size: int) -> list[tuple[str, int]]:
-    numbers = [("attention heads", decoder.num_heads), ("KV heads", decoder.num_kv_heads), (_VOCAB, vocab_size)]
+    numbers = [("attention heads", decoder.num_heads), (_COPIED[0], decoder.num_kv_heads), (_VOCAB, vocab_size)]
     if decoder.moe is None or decoder.moe.dense_layers:
         numbers.append(("columns in its MLP", decoder.intermediate_size))
     if decoder.moe:
         groups = decoder.moe.intermediate_size // EXPERTS_ALIGNMENT
         numbers.append((f"groups of {EXPERTS_ALIGNMENT} columns in each expert", groups))
         numbers.append(("columns in its shared expert", decoder.moe.shared_size))
-    if decoder.gated_delta:
-        numbers.append(("key heads in its recurrent layers", decoder.gated_delta.num_k_heads))
+    if delta := decoder.gated_delta:
+        numbers += [(_COPIED[1], delta.num_k_heads), ("value heads in its recurrent layers", delta.num_v_heads)]
     return numbers
 
 
@@ -120,9 +123,9 @@ REFUSALS = (
     ),
     Refusal(
         "--tensor-parallel-size {config.tensor_parallel_size}",
-        "heads, experts or a vocabulary that it does not divide",
+        "heads, experts or a vocabulary that it does not divide; KV heads may divide it",
         _indivisible,
-        "{found}; give a divisor",
+        "{found}; give a divisor of it",
     ),
 )
 
@@ -132,8 +135,7 @@ def check(facts: Facts) -> None:
     for refusal in REFUSALS:
         if found := refusal.applies(facts):
             known = {"kind": facts.kind, "block_size": facts.block_size, "size": facts.config.tensor_parallel_size}
-            text = f"{refusal.flag}: {refusal.why}"
-            raise UnsupportedError(text.format(config=facts.config, found=found, **known))
+            raise UnsupportedError(f"{refusal.flag}: {refusal.why}".format(config=facts.config, found=found, **known))
 
 
 def check_models(config: EngineConfig) -> None:

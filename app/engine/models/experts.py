@@ -1,6 +1,7 @@
 """Experts of one layer, read into their fused place one tensor after the other."""
 
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from app.engine.checkpoint.shapes import MoeConfig
 from app.engine.device.base import ExpertWeights
 from app.engine.models.weights import LayerSource, Part, own_part
+from app.engine.quantised import QuantisedWeight, Weight
 
 MXFP4_BLOCK = 32
 """Numbers of a block of mxfp4 (OCP Microscaling Formats 1.0), each of 4 bits, e2m1, with a common power of two."""
@@ -23,21 +25,19 @@ def load_experts(layer: LayerSource, moe: MoeConfig) -> ExpertWeights:
     """
     count, inner, hidden, layout = moe.num_experts, moe.intermediate_size, layer.config.hidden_size, layer.experts
     router = layer.get(f"mlp.{layout.router}.weight", count, hidden)
+    of_gate_up = (2 * inner,) if layout.interleaved else (inner, inner)
+    of_fused = [layer.name(f"mlp.experts.gate_up_proj{end}") for end in ("_blocks", "")]
+    if not any(name in layer.weights for name in of_fused):
+        gate_up = _one_by_one(layer, count, ("gate", "up"), inner, hidden, 0, router)
+        return ExpertWeights(router.float(), gate_up, _one_by_one(layer, count, ("down",), hidden, inner, 1, router))
     gate_up = layer.backend.empty_experts(router, count, 2 * inner, hidden)
     down = layer.backend.empty_experts(router, count, hidden, inner)
-    of_gate_up = (2 * inner,) if layout.interleaved else (inner, inner)
-    if layer.name("mlp.experts.gate_up_proj_blocks") in layer.weights:
+    if of_fused[0] in layer.weights:
         _copy_mxfp4(gate_up, layer, "gate_up_proj", 1, of_gate_up)
         _copy_mxfp4(down, layer, "down_proj", 2)
-    elif layer.name("mlp.experts.gate_up_proj") in layer.weights:
+    else:
         _copy_rows(gate_up, _fused(layer, "gate_up_proj", gate_up.shape, 1, of_gate_up), of_gate_up)
         down.copy_(_fused(layer, "down_proj", down.shape, 2))
-    else:
-        for expert in range(count):
-            name = f"mlp.experts.{expert}"
-            gate_up[expert, :inner] = layer.get(f"{name}.gate_proj.weight", inner, hidden, split=0)
-            gate_up[expert, inner:] = layer.get(f"{name}.up_proj.weight", inner, hidden, split=0)
-            down[expert] = layer.get(f"{name}.down_proj.weight", hidden, inner, split=1)
     router = router.float()
     if not moe.has_bias:
         return ExpertWeights(router, gate_up, down)
@@ -52,6 +52,37 @@ def load_experts(layer: LayerSource, moe: MoeConfig) -> ExpertWeights:
         gate_up_bias.float(),
         layer.get_summed("mlp.experts.down_proj_bias", count, hidden).float(),
     )
+
+
+def _one_by_one(
+    layer: LayerSource, count: int, names: tuple[str, ...], rows: int, columns: int, split: int, like: Tensor
+) -> Weight:
+    """Return experts [E, out, in] of the rows of `names`, quantised if all are alike and the device multiplies so."""
+    backend, shape = layer.backend, (count, len(names) * rows, columns)
+
+    def read(expert: int, name: str) -> Weight:
+        return layer.linear(f"mlp.experts.{expert}.{name}_proj.weight", rows, columns, split=split)
+
+    first = read(0, names[0])
+    is_quantised = isinstance(first, QuantisedWeight)
+    if isinstance(first, QuantisedWeight) and backend.multiplies(first):
+        scales = first.scales.new_empty(*shape[:2], first.scales.shape[1])
+        whole: Weight = QuantisedWeight(backend.empty_experts(first.data, *shape), scales, first.dtype)
+    else:
+        whole = backend.empty_experts(like, *shape)
+    del first
+    for expert, (i, name) in product(range(count), enumerate(names)):
+        one, own = read(expert, name), (expert, slice(i * rows, (i + 1) * rows))
+        if isinstance(whole, QuantisedWeight):
+            if isinstance(one, QuantisedWeight) and (one.data.dtype, one.group) == (whole.data.dtype, whole.group):
+                whole.data[own], whole.scales[own] = one.data, one.scales
+                continue
+            whole = backend.empty_experts(like, *shape).copy_(whole.dequantised())
+        whole[own] = one if isinstance(one, Tensor) else one.dequantised()
+    if isinstance(whole, QuantisedWeight):
+        return backend.pack_linear(whole)
+    backend.widened_bytes += whole.nbytes if is_quantised else 0
+    return whole
 
 
 def _fused(layer: LayerSource, name: str, shape: tuple[int, ...], split: int, blocks: tuple[int, ...] = ()) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from app.engine.checkpoint.shapes import GatedDeltaConfig
 from app.engine.device.base import Backend, GatedDeltaStep
 from app.engine.device.gated_delta import delta_rule, last_rows, short_conv
-from app.engine.models.layers import StepRows, frozen
+from app.engine.models.layers import StepRows, frozen, held
 from app.engine.models.recurrent_rows import SequenceRows
 from app.engine.models.state_pool import LayerState, State
 from app.engine.models.weights import LayerSource
@@ -22,20 +22,22 @@ class GatedDeltaNet(nn.Module):
         assert shape is not None, "a config with Gated DeltaNet layers has their sizes"
         keys, values = shape.num_k_heads * shape.k_head_dim, shape.num_v_heads * shape.v_head_dim
 
-        def rows(name: str, *sizes: int, blocks: tuple[int, ...] = ()) -> Tensor:
-            return layer.get(f"linear_attn.{name}", *sizes, split=0, blocks=blocks)
+        def rows(name: str, *sizes: int, **blocks: tuple[int, ...]) -> Tensor:
+            return layer.get(f"linear_attn.{name}", *sizes, split=0, **blocks)
 
-        qkv = (keys, keys, values)
-        projections = [rows("in_proj_qkv.weight", shape.channels, hidden, blocks=qkv)]
-        sizes = {"b": shape.num_v_heads, "a": shape.num_v_heads, "z": values}
-        projections += [rows(f"in_proj_{name}.weight", size, hidden) for name, size in sizes.items()]
-        self.in_proj = frozen(backend.pack_weight(*projections))
-        self.out_proj = frozen(backend.pack_weight(layer.get("linear_attn.out_proj.weight", hidden, values, split=1)))
-        self.conv = frozen(rows("conv1d.weight", shape.channels, 1, shape.conv_kernel, blocks=qkv).squeeze(1))
+        qkv = {"blocks": (keys, keys, values), "copies": (shape.k_copies, shape.k_copies, 1)}
+        mixed = layer.linear("linear_attn.in_proj_qkv.weight", shape.channels, hidden, split=0, **qkv)
+        z = layer.linear("linear_attn.in_proj_z.weight", values, hidden, split=0)
+        gates = [rows(f"in_proj_{name}.weight", shape.num_v_heads, hidden) for name in "ba"]  # never quantised
+        is_plain = isinstance(mixed, Tensor) or isinstance(z, Tensor)
+        self.in_proj = held(backend.pack_linear(mixed, *gates, z) if is_plain else backend.pack_linear(mixed, z))
+        self.gates = None if is_plain else frozen(backend.pack_weight(*gates))
+        self.out_proj = held(backend.pack_linear(layer.linear("linear_attn.out_proj.weight", hidden, values, split=1)))
+        self.conv = frozen(rows("conv1d.weight", shape.channels, 1, shape.conv_kernel, **qkv).squeeze(1))
         self.a_log = frozen(rows("A_log", shape.num_v_heads))
         self.dt_bias = frozen(rows("dt_bias", shape.num_v_heads))
         self.norm = frozen(layer.get("linear_attn.norm.weight", shape.v_head_dim))
-        self._input_width = shape.input_width
+        self._widths = [shape.input_width if is_plain else shape.channels, values]
         self.recurrence = Recurrence(shape, backend, self.conv, self.a_log, self.dt_bias)
         self._eps = layer.config.rms_norm_eps
         self._backend = backend
@@ -45,7 +47,9 @@ class GatedDeltaNet(nn.Module):
         """Return the output projection [T, H] of normed rows x [T, H]."""
         backend, recurrent = self._backend, rows.recurrent
         assert recurrent is not None, "a step of a hybrid target has recurrent rows"
-        inputs, z = backend.linear(x, self.in_proj).tensor_split([self._input_width], dim=1)
+        inputs, z = backend.linear(x, self.in_proj).split_with_sizes(self._widths, dim=1)
+        if self.gates is not None:
+            inputs = torch.cat((inputs, backend.linear(x, self.gates)), dim=1)
         parts, done = [], 0
         if recurrent.decodes is not None:
             done = len(recurrent.decodes.places)

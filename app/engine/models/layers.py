@@ -1,6 +1,7 @@
 """The pre-norm decoder layer that targets and drafts share, with fused weights. Only masks and KV lengths differ."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +12,17 @@ from app.engine.models.experts import load_experts
 from app.engine.models.recurrent_rows import RecurrentRows
 from app.engine.models.rope import head_order, reordered
 from app.engine.models.weights import LayerSource
+from app.engine.quantised import Weight, by_rows
 
 
 def frozen(weight: Tensor) -> nn.Parameter:
     """Return a weight as a parameter that is never trained."""
     return nn.Parameter(weight, requires_grad=False)
+
+
+def held(weight: Weight) -> Weight:
+    """Return a weight of a product as `frozen`, or as it is if it is quantised."""
+    return frozen(weight) if isinstance(weight, Tensor) else weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +49,33 @@ class Attention(nn.Module):
         q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
         order = head_order(config.rope, dim, backend)
 
-        def qkv(kind: str, *columns: int) -> tuple[Tensor, Tensor, Tensor]:
-            sizes = (("q", q_size), ("k", kv_size), ("v", kv_size))
-            q, k, v = (layer.get(f"self_attn.{name}_proj.{kind}", size, *columns, split=0) for name, size in sizes)
-            return reordered(q, order), reordered(k, order), v
+        sizes = {"q": q_size, "k": kv_size, "v": kv_size}
+        copies = {"q": (1,), "k": (config.kv_copies,), "v": (config.kv_copies,)}
+
+        def ordered(name: str, rows: Tensor) -> Tensor:
+            return rows if name == "v" else reordered(rows, order)
+
+        def bias() -> Tensor:
+            own = {name: size for name, size in sizes.items() if config.qkv_bias or has_bias[name]}
+            get = partial(layer.get, split=0)
+            parts = {name: get(f"self_attn.{name}_proj.bias", own[name], copies=copies[name]) for name in own}
+            zeros = next(iter(parts.values())).new_zeros
+            return torch.cat([ordered(name, parts.get(name, zeros(size))) for name, size in sizes.items()])
 
         def norm(name: str) -> nn.Parameter:
             return frozen(reordered(layer.get(f"self_attn.{name}.weight", dim), order))
 
-        self.qkv = frozen(backend.pack_weight(*qkv("weight", hidden)))
-        self.o = frozen(backend.pack_weight(layer.get("self_attn.o_proj.weight", hidden, q_size, split=1)))
-        self.qkv_bias = frozen(torch.cat(qkv("bias"))) if config.qkv_bias else None
-        self.o_bias = frozen(layer.get_summed("self_attn.o_proj.bias", hidden)) if config.o_bias else None
+        def weight(name: str) -> Weight:
+            stored = layer.linear(f"self_attn.{name}_proj.weight", sizes[name], hidden, split=0, copies=copies[name])
+            return by_rows(stored, partial(ordered, name))
+
+        self.qkv = held(backend.pack_linear(*map(weight, sizes)))
+        self.o = held(backend.pack_linear(layer.linear("self_attn.o_proj.weight", hidden, q_size, split=1)))
+        has_bias = {name: layer.name(f"self_attn.{name}_proj.quant_bias") in layer.weights for name in "qkvo"}
+        self.qkv_bias = frozen(bias()) if config.qkv_bias or any(map(has_bias.get, "qkv")) else None
+        self.o_bias = (
+            frozen(layer.get_summed("self_attn.o_proj.bias", hidden)) if config.o_bias or has_bias["o"] else None
+        )
         sinks = layer.get("self_attn.sinks", config.num_heads, split=0) if config.sinks else None
         self.sinks = None if sinks is None else frozen(backend.pack_sinks(sinks))
         self.q_norm = norm("q_norm") if config.qk_norm else None
@@ -67,7 +89,8 @@ class Attention(nn.Module):
 
     @property
     def kv_weight(self) -> Tensor:
-        """Return the K and V rows of the fused projection, [2 * kv_heads * D, H]."""
+        """Return the K and V rows of the fused projection of a draft, which is not quantised, [2 * kv_heads * D, H]."""
+        assert isinstance(self.qkv, Tensor)
         return self.qkv[self._q_size :]
 
     @property
@@ -128,12 +151,12 @@ class DecoderLayer(nn.Module):
         return self._backend.gated_mlp(normed, self.gate_up, self.down)
 
 
-def load_mlp(layer: LayerSource, name: str, inner: int) -> tuple[nn.Parameter, nn.Parameter]:
+def load_mlp(layer: LayerSource, name: str, inner: int) -> tuple[Weight, Weight]:
     """Return gate and up in one [2 * inner, H], and down [H, inner], of the gated MLP called `name`."""
-    hidden, pack = layer.config.hidden_size, layer.backend.pack_weight
-    gate, up = (layer.get(f"{name}.{part}_proj.weight", inner, hidden, split=0) for part in ("gate", "up"))
-    down = layer.get(f"{name}.down_proj.weight", hidden, inner, split=1)
-    return frozen(pack(gate, up)), frozen(pack(down))
+    hidden, pack = layer.config.hidden_size, layer.backend.pack_linear
+    gate, up = (layer.linear(f"{name}.{part}_proj.weight", inner, hidden, split=0) for part in ("gate", "up"))
+    down = layer.linear(f"{name}.down_proj.weight", hidden, inner, split=1)
+    return held(pack(gate, up)), held(pack(down))
 
 
 def tied_head(embedding: nn.Parameter, comm: Comm) -> nn.Parameter:

@@ -1,22 +1,23 @@
 """Qwen3.5, 3.6, 3.8 and Qwen3-Next: three of four layers are Gated DeltaNet, the others gated attention."""
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from app.engine.checkpoint.quantised import OTHER_PARTS
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.device.base import LayerKv
 from app.engine.models.gated_delta_net import GatedDeltaNet
-from app.engine.models.layers import Attention, DecoderLayer, StepRows, frozen, load_mlp
+from app.engine.models.layers import Attention, DecoderLayer, StepRows, frozen, held, load_mlp
 from app.engine.models.target import Target
 from app.engine.models.weights import LayerSource, Part, Weights
+from app.engine.quantised import Weight, by_rows
 
 logger = logging.getLogger(__name__)
-
-_OTHER_PARTS = ("visual.", "mtp.")
-"""Tensors of the vision tower and of the checkpoint's own drafter, which text does not need."""
 
 
 class HybridLayer(DecoderLayer):
@@ -48,8 +49,9 @@ class GatedAttention(Attention):
     def __init__(self, layer: LayerSource) -> None:
         super().__init__(layer)
         config = layer.config
-        gate = layer.get("self_attn.gate_proj.weight", config.num_heads * config.head_dim, config.hidden_size, split=0)
-        self.gate = frozen(layer.backend.pack_weight(gate))
+        size = config.num_heads * config.head_dim
+        gate = layer.linear("self_attn.gate_proj.weight", size, config.hidden_size, split=0)
+        self.gate = held(layer.backend.pack_linear(gate))
 
     def attend(self, x: Tensor, rows: StepRows, kv: LayerKv) -> Tensor:
         gate = self._backend.linear(x, self.gate)
@@ -67,28 +69,37 @@ class TextWeights:
     def __init__(self, weights: Weights, config: DecoderConfig) -> None:
         self._weights = weights
         self._config = config
-        self._parts: dict[str, Tensor] = {}
-        others = [name for name in weights.names if name.startswith(_OTHER_PARTS)]
+        self._parts: dict[str, Weight] = {}
+        others = [name for name in weights.names if name.startswith(OTHER_PARTS)]
         for name in others:
             weights.skip(name)
         if others:
-            logger.info("target: %d tensors under %s are left out", len(others), " and ".join(_OTHER_PARTS))
+            logger.info("target: %d tensors under %s are left out", len(others), " and ".join(OTHER_PARTS))
 
     def __contains__(self, name: str) -> bool:
         return name in self._weights
 
     def get(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        if name in self._parts:
-            return self._parts.pop(name)
-        if name.endswith(".q_proj.weight"):
-            stored = self._weights.get(name, 2 * shape[0], shape[1], part=part and part.scaled(2))
-            query, gate = stored.unflatten(0, (-1, 2, self._config.head_dim)).unbind(1)
-            self._parts[name.replace(".q_proj.", ".gate_proj.")] = gate.flatten(0, 1)
-            return query.flatten(0, 1)
+        if isinstance(found := self._parts.pop(name, None), Tensor):
+            return found
         if name.endswith(("norm.weight", ".A_log", ".dt_bias")):
             dtype = torch.float32
         stored = self._weights.get(name, *shape, part=part, dtype=dtype)
         return stored + 1 if name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight") else stored
+
+    def get_linear(self, name: str, *shape: int, part: Part | None = None) -> Weight:
+        if name in self._parts:
+            return self._parts.pop(name)
+        if not name.endswith(".q_proj.weight"):
+            return self._weights.get_linear(name, *shape, part=part)
+        stored = self._weights.get_linear(name, 2 * shape[0], shape[1], part=part and part.scaled(2))
+
+        def of_heads(which: int) -> Weight:
+            heads = (-1, 2, self._config.head_dim)
+            return by_rows(stored, lambda rows: rows.unflatten(0, heads)[:, which].flatten(0, 1))
+
+        self._parts[name.replace(".q_proj.", ".gate_proj.")] = of_heads(1)
+        return of_heads(0)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._weights, name)
@@ -100,30 +111,37 @@ class GroupedWeights(TextWeights):
     A key head's v and z are those of all the value heads that it serves. They are put together by kind.
     """
 
-    def get(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def get_linear(self, name: str, *shape: int, part: Part | None = None) -> Weight:
         prefix, _, kind = name.rpartition("in_proj_")
         if prefix and kind == "qkv.weight":
-            self._parts |= self._ungrouped(prefix, *shape, part=part)
-        return super().get(name, *shape, part=part, dtype=dtype)
+            self._parts |= self._ungrouped(prefix, shape[1], part)
+        return super().get_linear(name, *shape, part=part)
 
-    def _ungrouped(self, prefix: str, channels: int, hidden: int, part: Part | None) -> dict[str, Tensor]:
+    def _ungrouped(self, prefix: str, hidden: int, part: Part | None) -> dict[str, Weight]:
         sizes = self._config.gated_delta
         assert sizes is not None, "a config with Gated DeltaNet layers has their sizes"
-        k_heads, group = sizes.num_k_heads, sizes.num_v_heads // sizes.num_k_heads
-        rows = [sizes.k_head_dim, sizes.k_head_dim, group * sizes.v_head_dim, group * sizes.v_head_dim]
-        first = part.ranges[0].start // sizes.k_head_dim if part else 0
+        k_heads, copies, dim = sizes.num_k_heads, sizes.k_copies, sizes.k_head_dim
+        group = sizes.num_v_heads // k_heads  # those on this rank
+        q, k, v = (own.start for own in part.ranges) if part else (0, k_heads * dim, 2 * k_heads * dim)
+        first, piece = q // dim, (v - 2 * (k - q)) // (group * sizes.v_head_dim) % copies
+        widths = [group * sizes.v_head_dim] * copies
 
-        def heads(kind: str, width: int) -> Tensor:
-            """Return this rank's key heads [Nk, width, H] of a projection."""
-            own = part and Part(0, (range(first, first + k_heads),)).scaled(width)
-            whole = channels // sizes.channels * k_heads * width
-            stored = TextWeights.get(self, f"{prefix}in_proj_{kind}.weight", whole, hidden, part=own)
-            return stored.unflatten(0, (k_heads, -1))
+        def heads(get: Callable[..., Weight], kind: str, widths: list[int], *chosen: tuple[int, ...]) -> list[Weight]:
+            """Return the rows of `chosen` kinds of this rank's key heads in a projection, kind by kind."""
+            own = part and Part(0, (range(first, first + k_heads),)).scaled(sum(widths))
+            whole = (k - q) // dim * sum(widths)
+            stored = get(f"{prefix}in_proj_{kind}.weight", whole, hidden, part=own)
 
-        qkvz, ba = heads("qkvz", sum(rows)), heads("ba", 2 * group)
-        q, k, v, z = (part.flatten(0, 1) for part in qkvz.split_with_sizes(rows, dim=1))
-        b, a = (part.flatten(0, 1) for part in ba.split_with_sizes([group, group], dim=1))
-        parts = {"qkv": torch.cat((q, k, v)), "z": z, "b": b, "a": a}
+            def of_kinds(kinds: tuple[int, ...], rows: Tensor) -> Tensor:
+                split = rows.unflatten(0, (k_heads, -1)).split_with_sizes(widths, dim=1)
+                return torch.cat([split[kind].flatten(0, 1) for kind in kinds])
+
+            return [by_rows(stored, partial(of_kinds, kinds)) for kinds in chosen]
+
+        of_v, of_z = 2 + piece, 2 + copies + piece
+        qkv, z = heads(self._weights.get_linear, "qkvz", [dim, dim, *widths, *widths], (0, 1, of_v), (of_z,))
+        b, a = heads(self._weights.get, "ba", [group] * 2 * copies, (piece,), (copies + piece,))
+        parts = {"qkv": qkv, "z": z, "b": b, "a": a}
         return {f"{prefix}in_proj_{name}.weight": part for name, part in parts.items()}
 
 

@@ -1,9 +1,8 @@
 """Weights of a model by name. `load/loader.py` reads them from files."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +10,9 @@ from torch import Tensor
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.comm.comm import ALONE, Comm
 from app.engine.device.base import Backend
+from app.engine.quantised import QuantisedWeight, Weight
+
+W = TypeVar("W", Tensor, Weight)
 
 
 class Part(NamedTuple):
@@ -28,16 +30,19 @@ class Part(NamedTuple):
 
 
 class Weights(Protocol):
-    """Source of a model's tensors. Names are without the prefixes of `checkpoint.files.read_tensors`."""
+    """Source of a model's tensors. Names are without the prefixes of `checkpoint.files.read_tensors`.
+
+    `X.quant_bias` is in it if a quantised linear X has a bias that is not 0, which `X.bias` then returns.
+    """
 
     def __contains__(self, name: str) -> bool: ...
 
     @property
     def names(self) -> Iterable[str]: ...
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of all tensors in the engine's dtype."""
+    def num_bytes(self, multiplies: Callable[[QuantisedWeight], bool], *, to_int8: bool) -> int:
+        """Return the bytes of all tensors on a device, which keeps weights of products in 8 bits if it `multiplies` by
+        them, with `to_int8` all of these. Others are in the engine's dtype."""
 
     def get(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor on the device, in `dtype`, or in the engine's for None.
@@ -45,6 +50,9 @@ class Weights(Protocol):
         `shape` is that of the whole tensor. No more than a `part` of it is read, and returned. Raises UnsupportedError
         for a tensor of another shape or kind: int64 is for whole numbers, uint8 for bytes, others for fractions.
         """
+
+    def get_linear(self, name: str, *shape: int, part: Part | None = None) -> Weight:
+        """Return what `get` does, or the same quantised if it is stored so, or if the settings ask for it."""
 
     def skip(self, name: str) -> None:
         """Accept a tensor that may be in the file and is not needed."""
@@ -84,12 +92,16 @@ class LayerSource:
         """Return the name of one of the layer's tensors in the checkpoint."""
         return f"layers.{self.index}.{suffix}"
 
-    def get(self, suffix: str, *shape: int, split: int | None = None, blocks: tuple[int, ...] = ()) -> Tensor:
+    def get(self, suffix: str, *shape: int, split: int | None = None, **blocks: tuple[int, ...]) -> Tensor:
         """Return one of the layer's tensors, as `Weights.get`, or this rank's part of it as `own_part`.
 
         Rows (0) are split where the output is, and columns (1) where the input is, whose products are then summed.
         """
-        return own_part(self.weights.get, self.name(suffix), shape, self.comm, split, blocks)
+        return own_part(self.weights.get, self.name(suffix), shape, self.comm, split, **blocks)
+
+    def linear(self, suffix: str, *shape: int, split: int | None = None, **blocks: tuple[int, ...]) -> Weight:
+        """Return the weight of one of the layer's products, like `get`, or quantised."""
+        return own_part(self.weights.get_linear, self.name(suffix), shape, self.comm, split, **blocks)
 
     def get_summed(self, suffix: str, *shape: int) -> Tensor:
         """Return the bias of products that ranks sum: the stored one on rank 0, and zeros on others."""
@@ -98,21 +110,43 @@ class LayerSource:
 
 
 def own_part(
-    get: Callable[..., Tensor],
+    get: Callable[..., W],
     name: str,
     shape: tuple[int, ...],
     comm: Comm,
     split: int | None,
     blocks: tuple[int, ...] = (),
-) -> Tensor:
+    copies: tuple[int, ...] = (),
+) -> W:
     """Return this rank's part `shape` of a tensor that ranks share along the axis `split`, or all of it for None.
 
     If that axis is made of blocks, like q, k and v, each is split separately. `blocks` are their sizes in `shape`.
+    So many ranks in a row as `copies` says have the same part of each.
     """
     if split is None or comm.size == 1:
         return get(name, *shape)
-    blocks, ranges = blocks or (shape[split],), []
-    for own, end in zip(blocks, accumulate(blocks), strict=True):
-        start = comm.size * (end - own) + comm.rank * own
+    blocks, ranges, whole = blocks or (shape[split],), [], 0
+    for own, equal in zip(blocks, copies or (1,) * len(blocks), strict=True):
+        start = whole + comm.rank // equal * own
         ranges.append(range(start, start + own))
-    return get(name, *shape[:split], shape[split] * comm.size, *shape[split + 1 :], part=Part(split, tuple(ranges)))
+        whole += comm.size // equal * own
+    return get(name, *shape[:split], whole, *shape[split + 1 :], part=Part(split, tuple(ranges)))
+
+
+def shard(config: DecoderConfig, size: int) -> DecoderConfig:
+    """Return the sizes of each of `size` ranks, which share heads and the MLPs. `size` divides these.
+
+    It may also be a multiple of the heads of K, and of those of V that belong to them. Then each rank has one.
+    """
+
+    def divided(part: Any, *names: str, **copied: str) -> Any:
+        own = {name: getattr(part, name) // size for name in names}
+        for copies, heads in copied.items():
+            whole = getattr(part, heads)
+            own |= {heads: max(1, whole // size), copies: max(1, size // whole)}
+        return replace(part, **own)
+
+    moe = config.moe and divided(config.moe, "intermediate_size", "shared_size")
+    delta = config.gated_delta and divided(config.gated_delta, "num_v_heads", k_copies="num_k_heads")
+    own: DecoderConfig = divided(config, "num_heads", "intermediate_size", kv_copies="num_kv_heads")
+    return replace(own, moe=moe, gated_delta=delta)

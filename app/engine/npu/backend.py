@@ -8,7 +8,6 @@ from functools import cache
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from app.engine.errors import UnsupportedError
 from app.engine.npu import rules
 from app.engine.npu.error_codes import explain
 from app.engine.npu.graph import Attended, AttentionPlan, NpuGraph
+from app.engine.quantised import QuantisedWeight, Weight
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ class NpuBackend(Backend):
     Raises UnsupportedError if there is no such NPU.
     """
 
+    quantised_dtypes = ("I8",)
     dtypes = (torch.bfloat16,)
     captures = True
     separate_prefill = False
@@ -65,9 +66,11 @@ class NpuBackend(Backend):
         return DeviceComm(meeting, "cpu:gloo,npu:hccl")
 
     def max_graphs(self, size: int) -> int:
-        """Return the graphs that have streams: their own, and those that HCCL unrolls a collective on."""
+        """Return the graphs that have streams: their own, those of draws, those on which HCCL unrolls a collective."""
+        if size == 1:
+            return rules.GRAPH_STREAMS // (1 + rules.DRAW_GRAPHS)
         unrolled = min(size, rules.MAX_UNROLLED) - 1
-        if unrolled and os.environ.get(rules.EXPANSION_MODE, rules.AIV) == rules.AIV:
+        if os.environ.get(rules.EXPANSION_MODE, rules.AIV) == rules.AIV:
             unrolled = 1
         return rules.GRAPH_STREAMS // (1 + unrolled)
 
@@ -223,8 +226,31 @@ class NpuBackend(Backend):
         cos, sin = rotation
         return torch_npu.npu_rotary_mul(x_thd.contiguous(), cos, sin)
 
-    def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        return F.linear(torch_npu.npu_swiglu(F.linear(x, gate_up)), down)
+    def multiplies(self, weight: QuantisedWeight) -> bool:
+        """Return True for int8 with one scale a row, unless an axis is too long for the operator (N41)."""
+        by_row = weight.data.dtype == torch.int8 and weight.scales.shape[-1] == 1
+        return by_row and weight.dtype == torch.bfloat16 and max(weight.data.shape) <= rules.MAX_AXIS
+
+    def pack_quantised(self, weight: QuantisedWeight) -> QuantisedWeight:
+        """Return the weight, if of experts with scales in bfloat16, which the grouped product takes."""
+        return replace(weight, scales=weight.scales.to(weight.dtype)) if weight.data.ndim == 3 else weight
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        """Return `Backend.linear`. A quantised weight is multiplied by rows of x in int8, each with its own scale."""
+        if isinstance(weight, Tensor):
+            return super().linear(x, weight, bias)
+        rows, scales = torch_npu.npu_dynamic_quant(x)
+        return torch_npu.npu_quant_matmul(
+            rows,
+            weight.data.t(),
+            weight.scales.flatten(),
+            pertoken_scale=scales,
+            bias=bias,
+            output_dtype=x.dtype,
+        )
+
+    def gated_mlp(self, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+        return self.linear(torch_npu.npu_swiglu(self.linear(x, gate_up)), down)
 
     def empty_experts(self, like: Tensor, num_experts: int, out_features: int, in_features: int) -> Tensor:
         """Return memory of [E, in, out], seen as [E, out, in], because `npu_grouped_matmul` reads that order (N35)."""
@@ -293,8 +319,15 @@ class NpuBackend(Backend):
         return accelerator.peak_memory(run, torch_npu.npu)
 
 
-def _grouped(rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
-    """Return rows [R, in], sorted by expert, times weight [E, out, in] of their expert. `counts` [E] int64 are rows."""
+def _grouped(rows: Tensor, weight: Weight, bias: Tensor | None, counts: Tensor) -> Tensor:
+    """Return rows [R, in], sorted by expert, times weight [E, out, in] of their expert. `counts` [E] int64 are rows.
+
+    By weights in int8 rows are multiplied in int8, each with a scale of its own.
+    """
+    dtype, of_rows, scales = rows.dtype, None, None
+    if isinstance(weight, QuantisedWeight):
+        scales, weight = weight.scales.flatten(1), weight.data
+        rows, of_rows = torch_npu.npu_dynamic_quant(rows)
     (out,) = torch_npu.npu_grouped_matmul(
         [rows],
         [weight.transpose(1, 2)],
@@ -303,6 +336,9 @@ def _grouped(rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) 
         split_item=2,
         group_type=0,
         group_list_type=1,
+        scale=None if scales is None else [scales],
+        per_token_scale=None if of_rows is None else [of_rows],
+        output_dtype=None if scales is None else dtype,
     )
     return out
 

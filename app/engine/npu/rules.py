@@ -7,7 +7,7 @@ PAGE_SIZE = 128
 MIN_EXPERTS = 2
 MAX_TOP_K = 1024
 MAX_AXIS = 65535
-"""Numbers in a row of an expert's weights."""
+"""Length of an axis of a weight in a grouped or quantised product."""
 HEAD_DIMS = (64, 128, 256)
 ROTARY_PAIR_DIMS = (64, 128)
 """Head sizes whose q and k one call rotates."""
@@ -16,5 +16,7 @@ EXPANSION_MODE, AIV = "HCCL_OP_EXPANSION_MODE", "AIV"
 give. CANN's own default is the host on A2 and AI_CPU on A3 (CANN 8.5, envref_07_0096)."""
 GRAPH_STREAMS = 1800
 """Streams for graphs. A device has 2048, and vllm-ascend keeps 248 of them for the rest (its issue 9564)."""
+DRAW_GRAPHS = 6
+"""Graphs of draws that follow one of the target on a single NPU."""
 MAX_UNROLLED = 16
 """Ranks up to which each one more takes a stream of a graph where AI_CPU unrolls (vllm-ascend's issue 9596)."""

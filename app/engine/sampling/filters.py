@@ -52,7 +52,8 @@ def keep(logits: Tensor, of: Filters[Tensor]) -> Tensor:
     """Return the mask [N, V] of tokens that may be drawn, for logits [N, V] fp32. The most likely always may."""
     best = logits.max(dim=-1, keepdim=True).values
     kept = logits >= best + of.min_p[:, None].log()
-    kept = kept & (logits >= _edge(logits, kept.float(), of.top_k, best))
+    if of.form != "open":
+        kept = kept & (logits >= _edge(logits, kept.float(), of.top_k, best))
     mass = (logits - best).exp() * kept
     return kept & (logits >= _edge(logits, mass, of.top_p * mass.sum(dim=-1), best))
 
@@ -64,7 +65,7 @@ def _edge(logits: Tensor, weight: Tensor, wanted: Tensor, best: Tensor) -> Tenso
         return (weight * (logits >= edge)).sum(dim=-1, keepdim=True) >= wanted[:, None]
 
     low, high = best - _RANGE, best
-    edge = torch.where(enough(low), low, -torch.inf)
+    edge = low.masked_fill(~enough(low), -torch.inf)  # where() would copy a number of the host, which no capture may
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         holds = enough(middle)

@@ -15,10 +15,14 @@ NOISE_BITS = 23
 _MASK = 0xFFFFFFFF
 
 
+def noise_key(seed: int) -> Ints:
+    """Return the key [1] int32 of an unsigned 64-bit seed. The state of a draw is a mix of it and the token's index."""
+    return np.asarray(_mix(_mix(np.uint32(seed & _MASK ^ GOLDEN)) ^ np.uint32(seed >> 32))).view(np.int32)
+
+
 def noise_states(seed: int, first: int, count: int) -> Ints:
     """Return the states [count] int32 of draws of tokens `first`, `first` + 1 ... for an unsigned 64-bit seed."""
-    key = _mix(np.uint32(seed & _MASK ^ GOLDEN)) ^ np.uint32(seed >> 32)
-    states = _mix(_mix(key) ^ np.arange(first, first + count, dtype=np.uint32))
+    states = _mix(noise_key(seed).view(np.uint32) ^ np.arange(first, first + count, dtype=np.uint32))
     return np.asarray(states).view(np.int32)
 
 

@@ -5,31 +5,29 @@ a block also counts the drafts before it. They are a small correction, and no co
 """
 
 from collections.abc import Iterable
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from app.engine.arrays import Ints
 from app.engine.device.base import Backend
 from app.engine.device.transfer import Packed
-from app.engine.sampling.metadata import CountedTokens, Penalties
-
-_NONE = np.zeros(0, dtype=np.int32)
+from app.engine.sampling.metadata import CountedTokens, Penalties, SamplingMetadata
 
 
 def penalise(logits: Tensor, of: Penalties[Tensor]) -> Tensor:
     """Return logits `[N, V]` fp32 with the penalties of their rows."""
-    assert of.counts
-    counts, prompted = (counted[of.batch_slot] for counted in of.counts)
+    assert of.seen
+    counts, prompted = (counted[of.batch_slot] for counted in of.seen[:2])
     penalised = _penalised(logits, counts, prompted, of)
-    if of.drafts is None:
+    if of.seen[2] is None:
         return penalised
+    drafts = of.seen[2][of.draft_index]
     # The first draft fills the columns after a row's drafts. With place 0 no draft counts.
-    before = torch.arange(of.drafts.shape[1], device=logits.device) < of.place[:, None]
-    tokens = torch.where(before, of.drafts, of.drafts[:, :1]).long()
-    more = ((tokens[:, :, None] == of.drafts[:, None, :]) & before[:, None, :]).sum(dim=2)
+    before = torch.arange(drafts.shape[1], device=logits.device) < of.place[:, None]
+    tokens = torch.where(before, drafts, drafts[:, :1]).long()
+    more = ((tokens[:, :, None] == drafts[:, None, :]) & before[:, None, :]).sum(dim=2)
     corrected = _penalised(logits.gather(1, tokens), counts.gather(1, tokens) + more, prompted.gather(1, tokens), of)
     return penalised.scatter(1, tokens, corrected)
 
@@ -43,48 +41,49 @@ def _penalised(logits: Tensor, counts: Tensor, prompted: Tensor, of: Penalties[T
 
 
 class TokenCounts:
-    """Counts of all batch slots, kept up to date.
+    """Counts of all batch slots, which the device moves by the tokens of each step.
 
-    Memory is taken for the first sequence with a penalty: 5 bytes a batch slot and token of the vocabulary.
+    Memory is taken with graphs, or for the first sequence with a penalty: 5 bytes a batch slot and token of the
+    vocabulary.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, backend: Backend) -> None:
         self._shape = (max_num_seqs, vocab_size)
         self._backend = backend
-        self._counted: dict[int, tuple[tuple[str, int], int]] = {}
-        self._counts: tuple[Tensor, Tensor] | None = None
+        self._owners: dict[int, tuple[str, int, int]] = {}
 
-    def of(self, sequences: Iterable[CountedTokens]) -> tuple[Tensor, Tensor]:
-        """Return the `counts` of `Penalties`, after counting all tokens of these sequences."""
-        cleared: list[int] = []
-        prompted, emitted = [_NONE], [_NONE]
-        for seq in sequences:
-            owner, done = self._counted.get(seq.batch_slot, (None, 0))
-            row = seq.batch_slot * self._shape[1]
-            if owner != seq.key:
-                cleared.append(seq.batch_slot)
-                done = seq.num_prompt_tokens
-                prompted.append(np.array(seq.token_ids[:done], dtype=np.int32) + row)
-            emitted.append(np.array(seq.token_ids[done:], dtype=np.int32) + row)
-            self._counted[seq.batch_slot] = (seq.key, len(seq.token_ids))
-        return self._add(np.array(cleared, dtype=np.int32), np.concatenate(prompted), np.concatenate(emitted))
+    @cached_property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        zeros = partial(torch.zeros, self._shape, device=self._backend.device)
+        return zeros(dtype=torch.int32), zeros(dtype=torch.bool)
+
+    def begin(self, sequences: Iterable[CountedTokens]) -> None:
+        """Count all tokens of the sequences that are new in their batch slots."""
+        new = [seq for seq in sequences if self._owners.get(seq.batch_slot) != seq.key]
+        if not new:
+            return
+        self._owners.update((seq.batch_slot, seq.key) for seq in new)
+        rows = [np.array(seq.token_ids, dtype=np.int32) + seq.batch_slot * self._shape[1] for seq in new]
+        arrays = {
+            "cleared": np.array([seq.batch_slot for seq in new], dtype=np.int32),
+            "prompted": np.concatenate([row[: seq.num_prompt_tokens] for row, seq in zip(rows, new, strict=True)]),
+            "emitted": np.concatenate([row[seq.num_prompt_tokens :] for row, seq in zip(rows, new, strict=True)]),
+        }
+        slots, prompted, emitted = (x.long() for x in Packed(arrays, self._backend).tensors.values())
+        for counts in self.tensors:
+            counts.index_fill_(0, slots, 0)
+        self.tensors[1].view(-1).index_fill_(0, prompted, True)
+        if len(emitted):
+            self.tensors[0].view(-1).index_add_(0, emitted, torch.ones_like(emitted, dtype=torch.int32))
+
+    def move(self, draws: Iterable[SamplingMetadata[Tensor]], verified: Tensor) -> None:
+        """Count the tokens of a step's result [S, w + 1] for those of its `draws` that have penalties."""
+        tokens, column = verified[:, :-1], torch.arange(verified.shape[1] - 1, device=verified.device)
+        for slots in (draw.penalties.counted_in[:, None] for draw in draws if draw.penalties):
+            is_emitted = (column <= verified[:, -1:]) & (tokens >= 0) & (slots >= 0)
+            places = tokens.clamp(min=0) + slots.clamp(min=0) * self._shape[1]
+            self.tensors[0].view(-1).index_add_(0, places.flatten(), is_emitted.flatten().to(torch.int32))
 
     def forget(self) -> None:
         """Count all tokens again at the next call, because a step failed."""
-        self._counted.clear()
-
-    def _add(self, cleared: Ints, prompted_places: Ints, emitted_places: Ints) -> tuple[Tensor, Tensor]:
-        if self._counts is None:
-            zeros = partial(torch.zeros, self._shape, device=self._backend.device)
-            self._counts = zeros(dtype=torch.int32), zeros(dtype=torch.bool)
-        emitted, prompted = self._counts
-        arrays = {"cleared": cleared, "prompted": prompted_places, "emitted": emitted_places}
-        packed = {name: x.long() for name, x in Packed(arrays, self._backend).tensors.items()}
-        batch_slots, places = packed["cleared"], packed["emitted"]
-        if len(batch_slots):
-            emitted.index_fill_(0, batch_slots, 0)
-            prompted.index_fill_(0, batch_slots, False)
-            prompted.view(-1).index_fill_(0, packed["prompted"], True)
-        if len(places):
-            emitted.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
-        return self._counts
+        self._owners.clear()

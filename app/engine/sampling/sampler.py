@@ -7,8 +7,8 @@ The order is vLLM's: additions (logit_bias, and stop tokens before min_tokens), 
 top-p, noise, argmax.
 """
 
-import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from app.engine.arrays import Array, arrays, with_arrays
 from app.engine.device.base import Backend
 from app.engine.device.transfer import Packed
 from app.engine.sampling import filters
-from app.engine.sampling.metadata import SHORTLIST, Filters, SamplingMetadata, part_of
+from app.engine.sampling.metadata import SHORTLIST, Filters, LogitBias, SamplingMetadata, part_of
 from app.engine.sampling.noise import FACTORS, NOISE_BITS, signed
 from app.engine.sampling.penalties import TokenCounts, penalise
 from app.engine.sequence import NOT_FINITE
@@ -35,15 +35,15 @@ Draws = Sequence[SamplingMetadata[Tensor]]
 
 def on_device(
     kinds: list[SamplingMetadata[Array]], drafts: Tensor | None, counts: TokenCounts, backend: Backend
-) -> Draws:
-    """Return sampled rows as tensors, after one copy. `drafts` [D, columns] are those that the rows verify."""
-    tensors = Packed(arrays(kinds), backend).tensors
-    draws: list[Any] = with_arrays(kinds, lambda name, _: tensors[name])
+) -> tuple[Draws, Packed]:
+    """Return sampled rows as tensors of one copy, and that. `drafts` [D, columns] are those that the rows verify."""
+    packed = Packed(arrays(kinds), backend)
+    draws: list[Any] = with_arrays(kinds, lambda name, _: packed.tensors[name])
     for draw in draws:
         if of := draw.penalties:
-            of.counts = counts.of(of.counted)
-            of.drafts = None if drafts is None else drafts[of.draft_index]
-    return draws
+            counts.begin(of.counted)
+            of.seen = *counts.tensors, drafts
+    return draws, packed
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,36 +60,49 @@ class Sampler:
         self.max_rows = max(1, LOGITS_CHUNK_BYTES // (4 * vocab_size))
         """Rows whose logits are made at once."""
         greedy_rows = max(1, GREEDY_CHUNK_BYTES // (4 * vocab_size))
-        self._max_greedy_rows = self.max_rows if backend.memory_is_host else greedy_rows
+        self.max_greedy_rows = self.max_rows if backend.memory_is_host else greedy_rows
+        """The same where no row is drawn."""
         tokens = torch.arange(vocab_size, dtype=torch.int32, device=backend.device)
-        self._token_hash = self._mix(tokens + signed(_TOKEN_SALT))
+        self._token_hash = self.mix(tokens + signed(_TOKEN_SALT))
 
     def choose(self, hidden: Tensor, lm_head: Tensor, draws: Draws = ()) -> Tensor:
         """Return token ids [R] int64 for hidden states [R, H]; ties go to the lowest id.
 
         A row whose best logit is NaN or infinite gets NOT_FINITE.
         """
-        chunks = []
-        max_rows = self.max_rows if draws else self._max_greedy_rows
-        for i, part in enumerate(torch.split(hidden, max_rows)):
-            if not draws and (chosen := self._choose(part, lm_head)) is not None:
-                chunks.append(chosen)
-                continue
-            logits = self._backend.logits(part, lm_head)
-            choice, is_lost = self._greedy(logits)
-            size = 1 if self._backend.batch_invariant else max_rows  # sums of other shapes have other orders
-            for kind, start in itertools.product(draws, range(0, len(part), size)):
-                if own := kind.within(i * max_rows + start, i * max_rows + start + size):
-                    rows = slice(start, start + size)
-                    choice[rows][own.rows] = self._draw(logits[rows][own.rows].float(), own)
-            chunks.append(choice.masked_fill_(is_lost, NOT_FINITE))
-        return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+        choices, logits = self.choose_greedily(hidden, lm_head, self.max_rows if draws else 0)
+        for draw in draws:
+            self.redraw(choices, hidden, lm_head, logits, draw)
+        return choices
+
+    def choose_greedily(self, hidden: Tensor, lm_head: Tensor, most_kept: int) -> tuple[Tensor, Tensor | None]:
+        """Return `choose` without draws, and the logits [R, V] for `redraw` if they are of at most `most_kept` rows."""
+        chunks, logits, keep = [], None, len(hidden) <= most_kept
+        for part in torch.split(hidden, self.max_greedy_rows):
+            if keep or (chosen := self._choose(part, lm_head)) is None:
+                logits = self._backend.logits(part, lm_head)
+                choice, is_lost = self._greedy(logits)
+                chosen = choice.masked_fill_(is_lost, NOT_FINITE)
+            chunks.append(chosen)
+        return chunks[0] if len(chunks) == 1 else torch.cat(chunks), logits if keep else None
+
+    def redraw(
+        self, choices: Tensor, hidden: Tensor, lm_head: Tensor, logits: Tensor | None, draws: SamplingMetadata[Tensor]
+    ) -> None:
+        """Choose rows of greedy choices [R] again, unless they are NOT_FINITE. Without `logits` they are made again."""
+        size = 1 if self._backend.batch_invariant else self.max_rows  # sums of other shapes have other orders
+        for start in range(0, len(draws.rows), size):
+            part = _part(draws, start, start + size)
+            rows = part.rows.long()
+            own = self._backend.logits(hidden[rows], lm_head) if logits is None else logits[rows]
+            drawn, greedy = self._draw(own.float(), part), choices[rows]
+            choices[rows] = torch.where(greedy < 0, greedy, drawn)
 
     def propose(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
         """Return the argmax [R] int64 for hidden states [R, H]; a row that is not finite gets any token."""
         if (chosen := self._choose(hidden, lm_head)) is not None:
             return chosen.clamp_(min=0)
-        parts = torch.split(hidden, self._max_greedy_rows)
+        parts = torch.split(hidden, self.max_greedy_rows)
         chunks = [self._best(self._backend.logits(part, lm_head)) for part in parts]
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
@@ -101,7 +114,7 @@ class Sampler:
     def noise_bits(self, state: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Return the 23 bits of the noise, int32 and the same on every device."""
         token_hash = self._token_hash if tokens is None else self._token_hash[tokens]
-        return self._mix(state[:, None] ^ token_hash) & ((1 << NOISE_BITS) - 1)
+        return self.mix(state[:, None] ^ token_hash) & ((1 << NOISE_BITS) - 1)
 
     def _greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return greedy(logits)
@@ -127,22 +140,32 @@ class Sampler:
 
         If that is not certain, the host reads `complete`, but only on a device where this read is cheap.
         """
-        is_short = of.short and not self._backend.batch_invariant  # `short` is of all rows that are drawn together
+        is_short = of.form == "short" and not self._backend.batch_invariant
         if not (is_short or self._backend.memory_is_host):
             return self._pick(logits.masked_fill(~filters.keep(logits, of), -torch.inf), state)
         short = filters.shortlist(logits, of, SHORTLIST)
         noise = self.gumbel(state, short.tokens)
         best = (short.logits.masked_fill(~short.kept, -torch.inf) + noise).argmax(dim=-1, keepdim=True)
         drawn = short.tokens.gather(1, best)[:, 0]
-        if not of.short and not bool(short.complete.all()):
+        if of.form != "short" and not bool(short.complete.all()):
             rest = (~short.complete).nonzero()[:, 0]
             kept = filters.keep(logits[rest], part_of(of, rest))
             drawn[rest] = self._pick(logits[rest].masked_fill(~kept, -torch.inf), state[rest])
         return drawn
 
-    def _mix(self, x: Tensor) -> Tensor:
+    def mix(self, x: Tensor) -> Tensor:
         """Apply `noise._mix` to int32, where multiplication wraps, without shifts, which an NPU's host makes (N32)."""
         for factor in (*FACTORS, None):
             x = x ^ (x.contiguous().view(torch.int16).unflatten(-1, (-1, 2))[..., 1].to(torch.int32) & 0xFFFF)
             x = x if factor is None else x * signed(factor)
         return x
+
+
+def _part(draws: SamplingMetadata[Tensor], start: int, stop: int) -> SamplingMetadata[Tensor]:
+    """Return rows [start, stop) of `draws`. Additions to other rows add nothing."""
+    own = part_of(replace(draws, additions=None), slice(start, stop))
+    if added := draws.additions:
+        is_other = (added.rows < start) | (added.rows >= stop)
+        rows, values = (added.rows - start).masked_fill(is_other, 0), added.values.masked_fill(is_other, 0.0)
+        own.additions = LogitBias(rows, added.tokens, values)
+    return own

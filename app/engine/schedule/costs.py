@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from math import log
+from math import exp, log
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -12,7 +12,7 @@ Floats = NDArray[np.float64]
 Curve = tuple[Floats, Floats]
 """Counts, ascending, and the milliseconds of each."""
 
-_SPEED_GAIN, _DRAFTING_GAIN = 0.1, 0.03
+_SPEED_GAIN, _DRAFTING_GAIN = 0.1, 0.05
 """Shares of an error that correct the speed of steps, which drifts with the machine, and the cost of drafting."""
 _MAX_ERROR = 0.7
 """Errors are clipped at a factor of two, because something else held a longer step up."""
@@ -67,7 +67,7 @@ class CostTable:
         self.seqs = sorted({shape.seqs for shape in ms})
         self._verify: list[Curve] = []
         self._draft_ms, self._target_ms = cache(self._draft_pass), cache(self._target_pass)
-        self._logs = np.zeros((len(self.seqs), 2))  # corrections, as logarithms: of all costs, and of drafting besides
+        self._logs = dict.fromkeys(self.seqs, (0.0, 0.0))  # corrections of all costs, and of drafting besides
         widest = self.widths[-1]
         plain = {n: ms[Shape(n)] for n in self.seqs}
         passes: dict[int, dict[int, float]] = {width: {0: 0.0} for width in self.widths}
@@ -92,30 +92,25 @@ class CostTable:
 
         `blocks` and `drafts` are numbers or integer arrays that broadcast.
         """
-        plain, drafting = self._parts(seqs, blocks, rows, drafts)
-        return plain + drafting
+        draft_ms, target_ms = (
+            table(size, 2 << _greatest(counts).bit_length())  # few sizes, so that few tables are computed
+            for table, size, counts in ((self._draft_ms, rows, blocks), (self._target_ms, seqs, drafts))
+        )
+        speed, drafting = map(exp, self._logs[self._nearest(seqs)])
+        return np.asarray(speed * (target_ms[0] + drafting * (draft_ms[blocks] + target_ms[drafts] - target_ms[0])))
 
     def refine(self, seqs: int, blocks: int, rows: int, drafts: int, ms: float) -> None:
         """Move the costs of this number of sequences towards a step that took `ms`.
 
         Both plain decoding and drafting follow the speed. The error of a step that drafts is also one of drafting.
         """
-        plain, drafting = self._parts(seqs, blocks, rows, drafts)
-        error = min(max(log(ms / float(plain + drafting)), -_MAX_ERROR), _MAX_ERROR)
-        gains = _SPEED_GAIN, _DRAFTING_GAIN * float(drafting / (plain + drafting))
-        self._logs[self._nearest(seqs)] += np.multiply(error, gains)
-
-    def _parts(self, seqs: int, blocks: Any, rows: int, drafts: Any) -> tuple[Floats, Floats]:
-        """Return ms of a plain step of these sequences, and ms that drafting adds to it."""
-        draft_ms, target_ms = (
-            table(size, 2 << int(np.max(counts)).bit_length())  # few sizes, so that few tables are computed
-            for table, size, counts in ((self._draft_ms, rows, blocks), (self._target_ms, seqs, drafts))
-        )
-        speed, drafting = np.exp(self._logs[self._nearest(seqs)])
-        return speed * target_ms[0], speed * drafting * (draft_ms[blocks] + target_ms[drafts] - target_ms[0])
+        error = min(max(log(ms / float(self.step_ms(seqs, blocks, rows, drafts))), -_MAX_ERROR), _MAX_ERROR)
+        nearest = self._nearest(seqs)
+        speed, drafting = self._logs[nearest]
+        self._logs[nearest] = speed + _SPEED_GAIN * error, drafting + _DRAFTING_GAIN * error * (blocks > 0)
 
     def _nearest(self, seqs: int) -> int:
-        return min(range(len(self.seqs)), key=lambda i: abs(log(self.seqs[i] / max(seqs, 1))))
+        return min(self.seqs, key=lambda n: abs(log(n / max(seqs, 1))))
 
     def _draft_pass(self, rows: int, size: int) -> Floats:
         """Return ms of a draft pass of 0, 1, ... `size` - 1 blocks."""
@@ -143,6 +138,10 @@ class CostTable:
         if share:
             verify = verify + share * _interpolate(self._verify[below + 1], drafts)
         return _interpolate(self._plain, seqs) + verify
+
+
+def _greatest(counts: Any) -> int:
+    return int(counts.max()) if isinstance(counts, np.ndarray) else counts
 
 
 def _curve(points: Mapping[int, float]) -> Curve:

@@ -1,22 +1,26 @@
 """The step after one that is in flight. It begins on the device, where the first one will have ended."""
 
+from app.engine.sampling.metadata import kind_of
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.schedule.scheduler import Scheduler
 
 
-def schedule_ahead(scheduler: Scheduler, batch: Batch) -> Batch | str:
+def schedule_ahead(scheduler: Scheduler, batch: Batch, *, draws: bool) -> Batch | str:
     """Return the step after `batch`, in which every sequence goes on, or why it must wait for the result.
 
-    A sequence that is sure to end in the step in flight is left out.
+    A sequence that is sure to end in the step in flight is left out. With `draws` the device may draw tokens by itself.
     """
     scheduler.in_flight = set()
-    live = [(prev_row, share) for prev_row, share in enumerate(batch.decodes) if share.seq.batch_slot >= 0]
-    seqs = [share.seq for _, share in live]
-    if batch.prefills or seqs != scheduler.running or not all(seq.is_decoding for seq in seqs):
+    rows = {share.seq: (prev_row, share) for prev_row, share in enumerate(batch.sampling)}
+    live = [rows[seq] for seq in scheduler.running if seq in rows]
+    is_last = not (batch.prefills and scheduler.states.num_slots)  # a chunk leaves a state that others may find
+    if len(live) < len(scheduler.running) or not all(is_last if s.is_prefill else s.seq.is_decoding for _, s in live):
         return "prefill"
     if scheduler.unclean:
         return "scrub"
-    if not all(seq.request.sampling.is_argmax for seq in seqs):
+    sampled = [share.seq for _, share in live if not share.seq.request.sampling.is_argmax]
+    kinds = [kind_of(seq.request.sampling, seq.num_tokens + 1 - len(seq.request.token_ids)) for seq in sampled]
+    if any(kind and (kind.by_host or not draws) for kind in kinds):
         return "sampling"
     if scheduler.may_admit_next():
         return "admission"
@@ -24,7 +28,7 @@ def schedule_ahead(scheduler: Scheduler, batch: Batch) -> Batch | str:
     if not live:
         return "end"
     pool = scheduler.pool
-    lengths = [scheduler.max_length(share.seq) + share.count for _, share in live]
+    lengths = [scheduler.max_length(share.seq) + share.num_drafts + 1 for _, share in live]
     pages = [(pool.pages_for(length), share.seq.pages) for length, (_, share) in zip(lengths, live, strict=True)]
     if sum(max(0, wanted - len(owned)) for wanted, owned in pages) > pool.num_free:
         return "pages"
@@ -36,18 +40,9 @@ def schedule_ahead(scheduler: Scheduler, batch: Batch) -> Batch | str:
     for (prev_row, share), length, drafts in zip(live, lengths, widths.drafts, strict=True):
         seq = share.seq
         pool.grow(seq.pages, length)
-        after.decodes.append(
-            ScheduledSequence(
-                seq,
-                start=seq.num_computed + 1,
-                count=drafts + 1,
-                needs_logits=True,
-                num_drafts=drafts,
-                prev_row=prev_row,
-                max_accepted=share.count - 1,
-                next_slot=_next_slot(scheduler, share) if scheduler.states.num_slots else 0,
-            )
-        )
+        next_slot = _next_slot(scheduler, share) if scheduler.states.num_slots else 0
+        places = prev_row, share.num_drafts, next_slot
+        after.decodes.append(ScheduledSequence(seq, seq.num_tokens, drafts + 1, True, drafts, *places))
     return after
 
 

@@ -36,8 +36,8 @@ _SURPRISE, _KEPT_AT_SURPRISE = 0.1, 0.3
 """A probe that is accepted whole although that was less likely than the first shows that the text has changed. The
 outcomes of all sequences then keep the second as their weight, because other texts may have changed too."""
 _MAX_STEPS, _MANY_SEQS = 16, 32
-"""Steps that a decision holds for, because deciding costs host time. If a sequence disappoints or ends it holds for one
-step, and for one more with each of the second number of sequences, of which one always does."""
+"""Steps that a decision holds for, because deciding costs host time. If some draft and one disappoints or ends it holds
+for one step, and for one more with each of the second number of sequences, of which one always does."""
 _DISAPPOINTING = 4
 """A sequence disappoints that keeps less than one in this many of its drafts."""
 
@@ -132,8 +132,8 @@ class Policy:
     """Chooses widths step by step.
 
     `width` fixes the rows to verify of every sequence, its anchor included. None is automatic with `costs` and a whole
-    block without. An automatic decision holds for some steps, fewer if a sequence disappoints or ends, and until one
-    comes.
+    block without. An automatic decision holds for some steps, fewer if one that drafts disappoints or ends, and until
+    a sequence comes.
     """
 
     def __init__(self, block_size: int, costs: CostTable | None = None, width: int | None = None) -> None:
@@ -150,7 +150,7 @@ class Policy:
         probe = min(_PROBE_DRAFTS, block_size - 1)
         # Time of one probe at most is saved up, so no two follow each other.
         self._probe_ms = self._max_probe_ms = float(costs.step_ms(1, 1, probe + 1, probe)) if costs else 0.0
-        self._probes_all = False
+        self._probes_all = self._has_drafts = False
 
     def choose(self, wanted: Sequence[tuple[Hashable, int]]) -> Widths:
         """Return the widths of a step for (sequence, most drafts that it may verify)."""
@@ -203,7 +203,8 @@ class Policy:
         """Drop what is known of a sequence that has ended. What all sequences taught stays."""
         self.histories.pop(sequence, None)
         if sequence in self._decided_for:
-            self._shorten()
+            if self._has_drafts:
+                self._shorten()
             self._decided_for.discard(sequence)
 
     def _shorten(self) -> None:
@@ -232,7 +233,7 @@ class Policy:
         for history, row, drafts in zip(histories, rows, chosen, strict=True):
             history.survival, history.drafts = row, drafts
         self._decided_for = {sequence for sequence, _ in wanted}
-        self._decided_at, self._holds_for = self._steps, _MAX_STEPS
+        self._decided_at, self._holds_for, self._has_drafts = self._steps, _MAX_STEPS, any(chosen)
         self.num_decisions += 1
 
     def _probe(self, histories: list[History], limits: list[int], widths: Widths, costs: CostTable) -> Widths:

@@ -390,6 +390,7 @@ class Scheduler:
         self.pool.release(seq.pages[:known], sound=seq.is_sound)
         self.unclean.discard(seq)
         seq.pages, seq.num_found, seq.is_sound = array("i"), 0, False
+        seq.num_ended_runs += 1
 
     def forget_pages(self, seq: Sequence) -> None:
         """Let the pages and checkpoints of a sequence, some of which may not be finite, be found no more."""

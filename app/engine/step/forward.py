@@ -2,14 +2,14 @@
 
 import weakref
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from app.engine.arrays import arrays, with_arrays
 from app.engine.checkpoint.shapes import DecoderConfig
-from app.engine.device.base import AttentionMetadata, Backend, Rotation
+from app.engine.device.base import AttentionMetadata, Backend
 from app.engine.device.transfer import Packed
 from app.engine.dflash.context_kv import PendingContext
 from app.engine.dflash.drafter import DFlashDrafter
@@ -17,7 +17,7 @@ from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import StepRows
 from app.engine.models.rope import RotaryTable
 from app.engine.models.target import Target
-from app.engine.sampling.sampler import Draws, Sampler
+from app.engine.sampling.sampler import Sampler
 from app.engine.step.inputs import DraftInputs, RowGroup, TargetInputs
 
 Inputs = TypeVar("Inputs", DraftInputs[Any], TargetInputs[Any])
@@ -38,19 +38,6 @@ class OnDevice(Generic[Inputs]):
 
 DraftTensors = OnDevice[DraftInputs[Tensor]]
 TargetTensors = OnDevice[TargetInputs[Tensor]]
-
-
-class TargetOutput(NamedTuple):
-    """Result of the target's layers: hidden states [R, H] of the logit rows, positions and slots [T].
-
-    `features` [T, layers * H] are there with a draft. `rotation` is the target's at these positions.
-    """
-
-    hidden: Tensor
-    features: Tensor | None
-    positions: Tensor
-    slot_mapping: Tensor
-    rotation: Rotation | None = None
 
 
 @dataclass(eq=False)
@@ -100,28 +87,19 @@ class Forward:
         """Return drafts [D, w - first_draft_row], integers, of the tokens after each anchor, of blocks of w rows."""
         assert self.drafter is not None, "a batch with drafts came to a runner without a drafter"
         inputs, (group,), (meta,) = tensors.inputs, tensors.inputs.groups, tensors.metas
-        positions, slot_mapping = self._positions_and_slots(group, meta)
+        positions, slot_mapping = self.positions_and_slots(group, meta)
         return self.drafter.propose(inputs.request_ids, inputs.anchors, positions, slot_mapping, meta)
 
-    def choose(self, tensors: TargetTensors, drafts: Tensor | None, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Return the hidden states [R, H] of the logit rows, and the target's choice [R] int64 after each.
+    def deciding(self, tensors: TargetTensors, drafts: Tensor | None) -> Tensor:
+        """Return the hidden states [R, H] of the logit rows, after which the target chooses.
 
         KV of all rows is written, and their context rows are added to `pending_context`.
         """
-        token_ids = tensors.inputs.token_ids
+        inputs, metas, token_ids = tensors.inputs, tensors.metas, tensors.inputs.token_ids
         if drafts is not None:
-            token_ids = torch.cat((token_ids, drafts.flatten().to(torch.int32)))
-            token_ids = token_ids.index_select(0, tensors.inputs.token_source)
-        out = self.run_target(token_ids, tensors)
-        if self.drafter is not None and out.features is not None:
-            rotation = out.rotation if self.drafter.rotary is self.rotary else None
-            self.pending_context.add(out.features, out.positions, out.slot_mapping, rotation)
-        return out.hidden, self.sampler.choose(out.hidden, self.target.lm_head, draws)
-
-    def run_target(self, token_ids: Tensor, tensors: TargetTensors) -> TargetOutput:
-        """Run token ids [T] through the target's layers."""
-        inputs, metas = tensors.inputs, tensors.metas
-        parts = [self._positions_and_slots(*each) for each in zip(inputs.groups, metas, strict=True)]
+            drafted = torch.cat((token_ids, drafts.flatten().to(torch.int32)))
+            token_ids = drafted.index_select(0, inputs.token_source)
+        parts = [self.positions_and_slots(*each) for each in zip(inputs.groups, metas, strict=True)]
         positions, slot_mapping = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         recurrent = inputs.recurrent
         if recurrent and recurrent.decodes:  # begin where the step in flight leaves them
@@ -129,9 +107,10 @@ class Forward:
             recurrent = replace(recurrent, decodes=replace(recurrent.decodes, starts=starts))
         rows = StepRows(self.rotary.at(positions), slot_mapping, metas, recurrent)
         hidden, features = self.target.forward(token_ids, rows, self.pool)
-        if len(inputs.logits_indices) < len(token_ids):
-            hidden = hidden[inputs.logits_indices]
-        return TargetOutput(hidden, features, positions, slot_mapping, rows.rotation)
+        if self.drafter is not None and features is not None:
+            rotation = rows.rotation if self.drafter.rotary is self.rotary else None
+            self.pending_context.add(features, positions, slot_mapping, rotation)
+        return hidden[inputs.logits_indices] if len(inputs.logits_indices) < len(token_ids) else hidden
 
     def verify(
         self, inputs: TargetInputs[Tensor], choices: Tensor, drafts: Tensor | None, out: Tensor | None = None
@@ -139,7 +118,7 @@ class Forward:
         """Return `engine.verify.verify` of the choices [R] and drafts [D, columns]."""
         return self.backend.verify(choices, drafts, inputs.logits_start, inputs.num_drafts, inputs.draft_index, out)
 
-    def _positions_and_slots(self, group: RowGroup[Tensor], meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
+    def positions_and_slots(self, group: RowGroup[Tensor], meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
         if group.positions is not None and group.slot_mapping is not None:
             return group.positions, group.slot_mapping
         rows = group.seq_ids, group.position_offsets, self.row_numbers[: len(group.seq_ids)]

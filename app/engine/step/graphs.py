@@ -1,8 +1,9 @@
 """A decode step from graphs: its draft and its target, each captured in a few sizes and padded to the nearest."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,16 @@ from torch import Tensor
 from app.engine.arrays import Ints, arrays
 from app.engine.comm.comm import ALONE, Comm
 from app.engine.device.base import Graph
+from app.engine.device.transfer import Packed
 from app.engine.errors import UnsupportedError, last_words
-from app.engine.sampling.sampler import Draws
+from app.engine.sampling.metadata import GRAPH_KINDS, Kind, SamplingMetadata
+from app.engine.sampling.penalties import TokenCounts
+from app.engine.sampling.sampler import Draws, on_device
 from app.engine.schedule.batch import Batch
 from app.engine.step.forward import DraftTensors, Forward, OnDevice, TargetTensors
 from app.engine.step.graph_sizes import GraphSizes, Size
 from app.engine.step.inputs import DraftInputs, Layout, TargetInputs
+from app.engine.step.sampling_rows import graph_rows
 
 logger = logging.getLogger(__name__)
 
@@ -35,28 +40,32 @@ class StepGraphs:
         forward: Forward,
         layout: Layout,
         sizes: GraphSizes,
+        counts: TokenCounts | None,
         *,
         pages: int,
         on_graph: Callable[[int, int], None],
         comm: Comm = ALONE,
     ) -> None:
-        self._forward = forward
-        self._comm = comm
+        self._forward, self._comm = forward, comm
+        self._counts = None if comm.size > 1 or forward.backend.batch_invariant else counts
         (max_seqs, max_rows), block_size, device = sizes.targets[-1], sizes.block_size, forward.backend.device
         self._hidden = forward.target.embedding.new_empty(max_rows, forward.target.config.hidden_size)
-        self.drafts = None
-        if block_size > 1:
-            self.drafts = torch.zeros(max_seqs, block_size - 1, dtype=torch.int32, device=device)
+        drafts = torch.zeros(max_seqs, block_size - 1, dtype=torch.int32, device=device)
+        self.drafts: Any = drafts if block_size > 1 else None
         self.verified = torch.zeros(max_seqs + 1, block_size + 1, dtype=torch.int64, device=device)
         self.draft_graphs: dict[Size, tuple[Graph, DraftTensors]] = {}
         self.target_graphs: dict[Size, tuple[Graph, TargetTensors]] = {}
-        self.layout = replace(layout, graphs=sizes)
+        self.draw_graphs: dict[tuple[Size, Kind], tuple[Graph, Packed]] = {}
+        self._logits: Tensor | None = None
+        self.layout = replace(layout, graphs=sizes, draws_in_graphs=self._counts is not None)
         done, total = 0, len(sizes.drafts) + len(sizes.targets)
         # The largest first: the memory that it leaves serves all others.
         for seqs, rows in reversed(sizes.targets):
             target = self.layout.target(Batch(), (seqs, rows), 0, pages)
             what = f"target of {seqs} sequences and {rows} rows"
             self._capture(self.target_graphs, (seqs, rows), target, self._run_target, what)
+            if self._counts:
+                self._capture_draws((seqs, rows), self._counts)
             on_graph(done := done + 1, total)
         for blocks, width in reversed(sizes.drafts):
             draft = self.layout.draft(Batch(), blocks, width, pages)
@@ -64,7 +73,8 @@ class StepGraphs:
             self._capture(self.draft_graphs, (blocks, width), draft, self._run_draft, what)
             on_graph(done := done + 1, total)
         captured = [*self.target_graphs][::-1], [*self.draft_graphs][::-1]
-        self.layout = replace(layout, graphs=GraphSizes(*captured, block_size, sizes.spare))
+        self.layout = replace(self.layout, graphs=GraphSizes(*captured, block_size, sizes.spare))
+        self._logits = None
 
     def draft(self, inputs: DraftInputs[Ints]) -> Tensor:
         """Return drafts [D, b - 1], which stay until the next ones. Blocks are padded if drafts have graphs."""
@@ -72,27 +82,27 @@ class StepGraphs:
             return self._keep(self._forward.draft(self._forward.on_device(inputs)))
         blocks, rows = len(inputs.anchors), inputs.groups[0].query_lens[0]
         self._replay(*self.draft_graphs[blocks, rows + 1 - self.layout.first_draft_row], inputs)
-        assert self.drafts is not None
         return self.drafts[:blocks]
 
-    def target(self, inputs: TargetInputs[Ints], draws: Draws = ()) -> Tensor:
+    def target(self, inputs: TargetInputs[Ints], sampling: Sequence[Any] = (), draws: Draws = ()) -> Tensor:
         """Return `engine.verify` of the drafts that were made last, with padding, until the next replay.
 
-        The graph chooses greedily. Rows of `draws` are chosen again from the hidden states, which all graphs write to
-        the same place.
+        The graph chooses greedily. Graphs of the kinds in `sampling`, or code for `draws`, choose rows again.
         """
-        seqs, forward = len(inputs.prev_rows), self._forward
-        graph, tensors = self.target_graphs[seqs, len(inputs.token_ids)]
+        size, forward = (len(inputs.prev_rows), len(inputs.token_ids)), self._forward
+        graph, tensors = self.target_graphs[size]
         self._replay(graph, tensors, inputs)
-        verified = self.verified[: seqs + 1]
+        for rows in sampling:
+            if rows.in_graph and self._counts:
+                self._counts.begin(rows.penalties.counted if rows.penalties else ())
+                drawn, packed = self.draw_graphs[size, rows.kind]
+                packed.send(arrays([rows]))
+                drawn.replay()
+        for draw in draws:
+            forward.sampler.redraw(graph.outputs[0], self._hidden, forward.target.lm_head, None, draw)
         if draws:
-            (choices,) = graph.outputs
-            for kind in draws:
-                rows = forward.row_numbers[: len(kind.host_rows)]
-                own = replace(kind, host_rows=list(range(len(rows))), rows=rows)
-                choices[kind.rows] = forward.sampler.choose(self._hidden[kind.rows], forward.target.lm_head, [own])
-            forward.verify(tensors.inputs, choices, self.drafts, verified)
-        return verified
+            forward.verify(tensors.inputs, graph.outputs[0], self.drafts, self.verified[: size[0] + 1])
+        return self.verified[: size[0] + 1]
 
     def _replay(self, graph: Graph, tensors: OnDevice[Any], inputs: Any) -> None:
         tensors.packed.send(arrays(inputs))
@@ -101,7 +111,6 @@ class StepGraphs:
 
     def _keep(self, drafts: Tensor) -> Tensor:
         """Store drafts [D, columns] for the target to verify, and return them as [D, b - 1]."""
-        assert self.drafts is not None
         kept = self.drafts[: len(drafts)]
         kept[:, : drafts.shape[1]] = drafts
         return kept
@@ -115,10 +124,32 @@ class StepGraphs:
     def _run_target(self, tensors: TargetTensors) -> tuple[Tensor, ...]:
         forward, inputs, seqs = self._forward, tensors.inputs, len(tensors.inputs.prev_rows)
         self._advance(tensors, inputs.token_ids, inputs.groups[0].query_start_loc[:seqs])
-        hidden, choices = forward.choose(tensors, self.drafts, ())
+        hidden = forward.deciding(tensors, self.drafts)
         self._hidden[: len(hidden)] = hidden
+        most = forward.sampler.max_greedy_rows if self._counts else 0
+        choices, self._logits = forward.sampler.choose_greedily(hidden, forward.target.lm_head, most)
         forward.verify(inputs, choices, self.drafts, self.verified[: seqs + 1])
         return (choices,)
+
+    def _capture_draws(self, size: Size, counts: TokenCounts) -> None:
+        """Capture every kind of draw. What the target's graph of this size has left is held until then, so no memory of
+        these graphs is over it."""
+        forward, (graph, target) = self._forward, self.target_graphs[size]
+
+        def run(draw: SamplingMetadata[Tensor]) -> tuple[Tensor, ...]:
+            """Choose rows again and verify. A row draws the token after its position."""
+            inputs, (choices,) = target.inputs, graph.outputs
+            positions, _ = forward.positions_and_slots(inputs.groups[0], target.metas[0])
+            own = replace(draw, state=forward.sampler.mix(draw.state ^ (positions.index_select(0, draw.rows) + 1)))
+            forward.sampler.redraw(choices, self._hidden, forward.target.lm_head, self._logits, own)
+            counts.move([draw], forward.verify(inputs, choices, self.drafts, self.verified[: size[0] + 1]))
+            return ()
+
+        for kind in GRAPH_KINDS:
+            (draw,), packed = on_device([graph_rows(kind, size[1], size[0] + 1)], self.drafts, counts, forward.backend)
+            drawn = forward.backend.capture(partial(run, draw), [])
+            drawn.replay()
+            self.draw_graphs[size, kind] = drawn, packed
 
     def _advance(self, tensors: DraftTensors | TargetTensors, token_ids: Tensor, anchor_rows: Tensor) -> None:
         """Move rows to where the step in flight leaves their sequences; see `Backend.advance_by_accepted`."""

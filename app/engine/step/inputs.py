@@ -15,7 +15,7 @@ from app.engine.models.recurrent_rows import RecurrentRows, sequence_rows
 from app.engine.sampling.metadata import SamplingMetadata
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.step.graph_sizes import GraphSizes, Size
-from app.engine.step.sampling_rows import sampling_rows
+from app.engine.step.sampling_rows import sampled_rows
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class StepInputs:
     target: TargetInputs[Ints]
     draft: DraftInputs[Ints] | None
     sampling: list[SamplingMetadata[Array]]
-    plain_sequences: list[tuple[str, int]] | None
+    plain_sequences: list[tuple[str, int, int]] | None
     has_prefill: bool
 
 
@@ -95,8 +95,8 @@ class Layout:
 
     Prefill chunks are a group of their own if `separate_prefill`. A draft's block has a row for each draft, and with a
     `first_draft_row` of 1 the anchor's. `hybrid` targets get the slots of their recurrent state. Some devices get
-    `host_positions`, which are positions and slots. Decode steps are padded to the sizes of `graphs`, and their drafts
-    are in the columns of a whole block. Padding rows lie on the first pages, each in its own slot.
+    `host_positions`, which are positions and slots. Decode steps are padded to the sizes of `graphs`, which may hold
+    draws. Drafts are in the columns of a whole block. Padding rows lie on the first pages, each in its own slot.
     """
 
     page_size: int
@@ -105,6 +105,7 @@ class Layout:
     hybrid: bool = False
     host_positions: bool = False
     graphs: GraphSizes | None = None
+    draws_in_graphs: bool = False
 
     def build(self, batch: Batch) -> StepInputs:
         """Return the arrays of a batch that is not empty."""
@@ -115,7 +116,9 @@ class Layout:
             size = graphs.target(len(batch.decodes), len(batch.decodes) + batch.num_drafts)
         target = self.target(batch, size, graphs.block_size - 1 if graphs else width - 1)
         draft = self.draft(batch, blocks, width) if blocks else None
-        sampling = _sampling(batch.sampling, target)
+        rows = target.logits_start, target.draft_index, size is not None and self.draws_in_graphs
+        is_argmax = all(share.seq.request.sampling.is_argmax for share in batch.sampling)
+        sampling = [] if is_argmax else sampled_rows(batch.sampling, *rows)
         plain = None if batch.prefills or draft else [share.seq.key for share in batch.decodes]
         return StepInputs(target, draft, sampling, plain, bool(batch.prefills))
 
@@ -230,17 +233,6 @@ class Layout:
                 found.chunks.append(sequence_rows([(slot, next_slot)], [first], [end - first], end - first))
                 slot, first = next_slot, end
         return found
-
-
-def _sampling(shares: list[ScheduledSequence], target: TargetInputs[Ints]) -> list[SamplingMetadata[Array]]:
-    """Return the rows that need more than argmax. Those with filters or penalties are kept apart: they cost more."""
-    kinds: dict[tuple[bool, bool], list[int]] = {}
-    for i, share in enumerate(shares):
-        params = share.seq.request.sampling
-        if not params.is_argmax:
-            kinds.setdefault((params.is_filtered, params.is_penalised), []).append(i)
-    starts, lines = target.logits_start, target.draft_index
-    return [sampling_rows([shares[i] for i in kind], starts[kind], lines[kind]) for kind in kinds.values()]
 
 
 def _filled(values: list[int], size: int, padding: int = 0) -> Ints:

@@ -69,13 +69,19 @@ class ModelRunner:
             if not self.graphs:  # a graph writes its step's context KV
                 self.forward.pending_context.begin_step(inputs.plain_sequences)
             drafts = self._draft(inputs.draft) if inputs.draft else None
-            draws = on_device(inputs.sampling, drafts, self.counts, self.backend) if inputs.sampling else []
+            kinds = [rows for rows in inputs.sampling if not rows.in_graph]
+            draws = on_device(kinds, drafts, self.counts, self.backend)[0] if kinds else []
             if self.graphs and not inputs.has_prefill:
-                verified = self.graphs.target(inputs.target, draws)
+                verified = self.graphs.target(inputs.target, inputs.sampling, draws)
             else:
-                target = self.forward.on_device(inputs.target)
-                _, choices = self.forward.choose(target, drafts, draws)
-                verified = self.forward.verify(target.inputs, choices, drafts)
+                target, place = self.forward.on_device(inputs.target), None
+                hidden = self.forward.deciding(target, drafts)
+                choices = self.forward.sampler.choose(hidden, self.forward.target.lm_head, draws)
+                if self.graphs and not self.backend.lengths_on_host:  # where the next step's graphs look
+                    drafts, place = self.graphs.drafts, self.graphs.verified[: len(inputs.target.num_drafts)]
+                verified = self.forward.verify(target.inputs, choices, drafts, place)
+            if draws:
+                self.counts.move(draws, verified)
         return PendingStep(self.backend.start_download(verified[: inputs.target.num_seqs]))
 
     def rollback(self) -> None:

@@ -6,17 +6,44 @@ from itertools import accumulate
 import numpy as np
 
 from app.engine.arrays import Array, Ints
-from app.engine.sampling.metadata import SHORTLIST, CountedTokens, Filters, LogitBias, Penalties, SamplingMetadata
-from app.engine.sampling.noise import noise_states
+from app.engine.sampling.metadata import CountedTokens, Filters, Kind, LogitBias, Penalties, SamplingMetadata, kind_of
+from app.engine.sampling.noise import noise_key, noise_states
 from app.engine.schedule.batch import ScheduledSequence
 
 
-def sampling_rows(shares: list[ScheduledSequence], logits_start: Ints, draft_index: Ints) -> SamplingMetadata[Array]:
-    """Return the logit rows of sequences that need the same kinds of work, and their places among all and in drafts."""
+def sampled_rows(
+    shares: list[ScheduledSequence], logits_start: Ints, draft_index: Ints, in_graph: bool
+) -> list[SamplingMetadata[Array]]:
+    """Return rows that need more than argmax, by the kind of their work. Graphs hold the kinds that they can. Share i
+    has logit rows from `logits_start[i]` on, and its drafts are in row `draft_index[i]`."""
+    kinds: dict[Kind, list[int]] = {}
+    for i, share in enumerate(shares):
+        if kind := kind_of(share.seq.request.sampling, share.end - share.num_drafts - len(share.seq.request.token_ids)):
+            kinds.setdefault(kind, []).append(i)
+    return [_of_kind(kind, own, shares, logits_start, draft_index, in_graph) for kind, own in kinds.items()]
+
+
+def graph_rows(kind: Kind, num_rows: int, num_seqs: int) -> SamplingMetadata[Array]:
+    """Return metadata with room for the rows of a graph."""
+    ones, zeros, none = np.ones(num_rows, np.float32), np.zeros(num_rows, np.int32), np.full(num_seqs, -1, np.int32)
+    found: SamplingMetadata[Array] = SamplingMetadata(kind, zeros, ones, zeros, in_graph=True)
+    if kind.filters:
+        found.filters = Filters(ones, ones, ones, kind.filters)
+    if kind.penalised:
+        found.drawn, found.penalties = zeros, Penalties(ones, ones, ones, zeros, zeros, zeros, none, [])
+    return found
+
+
+def _of_kind(
+    kind: Kind, own: list[int], shares: list[ScheduledSequence], logits_start: Ints, draft_index: Ints, in_graph: bool
+) -> SamplingMetadata[Array]:
+    """Return the logit rows of the shares `own`, and their places among all and in drafts."""
+    in_graph, counted_in = in_graph and not kind.by_host, np.full(len(logits_start), -1, dtype=np.int32)
+    shares = [shares[i] for i in own]
     params = [share.seq.request.sampling for share in shares]
     counts = [share.num_drafts + 1 for share in shares]
     places = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
-    rows = np.repeat(logits_start, counts) + places
+    rows = np.repeat(logits_start[own], counts) + places
 
     def column(values: Iterable[float], dtype: type = np.float32) -> Array:
         """Return one value of each sequence, repeated for each of its rows."""
@@ -24,40 +51,41 @@ def sampling_rows(shares: list[ScheduledSequence], logits_start: Ints, draft_ind
 
     # A row draws the token after it: the anchor's row draws the next one.
     states = [
-        noise_states(each.seed, share.end - share.num_drafts, share.num_drafts + 1)
-        for each, share in zip(params, shares, strict=True)
+        noise_key(each.seed).repeat(count) if in_graph else noise_states(each.seed, share.end - count + 1, count)
+        for each, share, count in zip(params, shares, counts, strict=True)
     ]
     found: SamplingMetadata[Array] = SamplingMetadata(
-        rows.tolist(),
+        kind,
         rows,
         temperature=column(1.0 if each.is_greedy else each.temperature for each in params),
         state=np.concatenate(states),
+        in_graph=in_graph,
     )
-    if any(each.is_greedy for each in params):
+    if any(each.is_greedy for each in params) or (in_graph and kind.penalised):
         found.drawn = column((not each.is_greedy for each in params), np.int32)
-    if params[0].is_filtered:
+    if kind.filters:
         found.filters = Filters(
             top_k=column(each.top_k or np.inf for each in params),
             top_p=column(each.top_p if each.top_p < 1 else np.inf for each in params),
             min_p=column(each.min_p for each in params),
-            short=all(0 < each.top_k <= SHORTLIST for each in params),
+            form=kind.filters,
         )
     starts = accumulate(counts, initial=0)
     biases = [bias for share, start in zip(shares, starts, strict=False) for bias in _biases(share, start)]
     if biases:
         bias_rows, tokens, values = zip(*biases, strict=True)
-        found.additions = LogitBias(
-            [*bias_rows], np.array(bias_rows, np.int32), np.array(tokens, np.int32), np.array(values, np.float32)
-        )
-    if params[0].is_penalised:
+        found.additions = LogitBias(*map(np.array, (bias_rows, tokens, values), (np.int32, np.int32, np.float32)))
+    if kind.penalised:
         seqs = [share.seq for share in shares]
+        counted_in[own] = [seq.batch_slot for seq in seqs]
         found.penalties = Penalties(
             presence=column(each.presence_penalty for each in params),
             frequency=column(each.frequency_penalty for each in params),
             repetition=column(each.repetition_penalty for each in params),
             batch_slot=column((seq.batch_slot for seq in seqs), np.int32),
             place=places,
-            draft_index=np.repeat(draft_index, counts),
+            draft_index=np.repeat(draft_index[own], counts),
+            counted_in=counted_in,
             counted=[CountedTokens(seq.key, seq.batch_slot, len(seq.request.token_ids), seq.token_ids) for seq in seqs],
         )
     return found

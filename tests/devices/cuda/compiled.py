@@ -29,6 +29,7 @@ from app.engine.cuda.invariant import InvariantCudaBackend
 from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv, ProjectedRows
 from app.engine.device.gated_delta import GatedDeltaStep
 from app.engine.device.moe import ExpertWeights, MoeConfig
+from app.engine.quantised import QuantisedWeight
 from tools.lab.random_weights import BLOCK_SIZE, DRAFT_LAYERS, TARGETS
 
 SM_90 = GPUTarget("cuda", 90, 32)
@@ -106,6 +107,10 @@ def launch_all(config: dict[str, Any], backend: CudaBackend) -> None:
         backend.add_rms_norm(empty(rows, hidden), empty(rows, hidden), empty(hidden), 1e-6)
         backend.rms_norm(empty(rows, hidden), empty(hidden), 1e-6)
         backend.gated_mlp(empty(rows, hidden), empty(2 * inner, hidden), empty(hidden, inner))
+        groups = hidden // 16
+        for side in (0, 1):
+            change = empty(rows, 1, 2, 2, groups, 1)
+            backend.convolve(empty(rows, hidden), empty(2, 2, groups, 16), change, side)
         context, slot_mapping = empty(rows * DRAFT_LAYERS, 2 * kv_heads, dim), numbers(rows * DRAFT_LAYERS)
         norms = empty(dim), empty(DRAFT_LAYERS, dim)
         backend.context_into_kv(ProjectedRows(context, *norms, 1e-6, rotation, kv, slot_mapping))
@@ -125,6 +130,32 @@ def launch_fixed_products() -> None:
         assert products.product_of(weight, 132).splits > 1
         for rows, some in product((16, 512), (None, bias)):
             products.linear(empty(rows, 4096, dtype=dtype), weight, some, 132)
+
+
+def launch_quantised_products(backend: CudaBackend, config: dict[str, Any]) -> None:
+    """Products by weights in blocks of 128 and with a scale a row, for few rows and for many, in parts, not and by
+    cuBLAS."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    for kind, group in ((torch.float8_e4m3fn, 128), (torch.int8, hidden)):
+        for rows, out in product((1, 16, 32, 192, 256, 257), (2 * inner, hidden)):
+            scales = empty(out, hidden // group, dtype=torch.float32)
+            weight = QuantisedWeight(empty(out, hidden, dtype=kind), scales, torch.bfloat16)
+            backend.linear(empty(rows, hidden), backend.pack_quantised(weight))
+
+
+def launch_quantised_experts(backend: CudaBackend) -> None:
+    """Experts of Qwen3-30B-A3B in blocks of 128 and with a scale a row, and dequantised for many rows."""
+    moe = EXPERTS[2048]
+    router = empty(moe.num_experts, 2048, dtype=torch.float32)
+    shapes = [(moe.num_experts, 2 * moe.intermediate_size, 2048), (moe.num_experts, 2048, moe.intermediate_size)]
+    for kind, groups in ((torch.float8_e4m3fn, 128), (torch.int8, 0)):
+        weights = []
+        for count, out, size in shapes:
+            scales = empty(count, out, size // (groups or size), dtype=torch.float32)
+            weight = QuantisedWeight(empty(count, out, size, dtype=kind), scales, torch.bfloat16)
+            weights.append(backend.pack_quantised(weight))
+        for rows in (1, 16, 256, 257):
+            backend.moe(empty(rows, 2048), ExpertWeights(router, *weights), moe)
 
 
 def launch_fixed_attention() -> None:
@@ -216,11 +247,14 @@ def report(models: list[str]) -> Iterator[dict[str, Any]]:
     compiled, backend = compile_only(), CudaBackend(torch.device("cpu"))
     backend.multiprocessors = 132
     seen = set()
-    for model in [*models, "others", "sinks", "fixed"]:
+    for model in [*models, "others", "sinks", "fixed", "quantised"]:
         if model in TARGETS:
             launch_all(TARGETS[model], backend)
         elif model == "sinks":
             launch_attention(backend, SINKS, sinks=True)
+        elif model == "quantised":
+            launch_quantised_products(backend, TARGETS["qwen3-8b"])
+            launch_quantised_experts(backend)
         elif model == "fixed":
             launch_fixed_products()
             launch_fixed_attention()

@@ -29,8 +29,12 @@ from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.launch import counters
 from app.engine.device.base import AttentionMetadata, Graph
 from app.engine.device.torch import RerunGraph
-from app.messages import Request
+from app.engine.sampling.metadata import GRAPH_KINDS, Kind
+from app.engine.schedule.batch import Batch
+from app.engine.step.runner import PendingStep
 from tests import UNTIMED
+from tests.fast.engine.dialects import as_dflash2, in_deepspec_layout_with, rewrite_draft
+from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.pairs import Pair, make_pair
 
 LAYERS, DRAFT_LAYERS, BLOCK, MULTIPROCESSORS = 36, 5, 16, 132
@@ -40,7 +44,11 @@ LAYER = ("norm", "mm", "rope_and_write", "attend", "combine", "gated")
 """Kernels and operators of a layer."""
 WITHOUT_LAUNCH = ("empty", "new_empty", "_unsafe_view", "_reshape_alias", "detach", "alias", "lift_fresh")
 HEAD = f"| a step, {LAYERS} + {DRAFT_LAYERS} layers | launches | of the draft | a layer of the target | around layers |"
-STEPS = {"plain": 1, "whole blocks": BLOCK}
+STEPS = {"plain": 1, "whole blocks": BLOCK, "DFlash2": BLOCK, "DSpark": BLOCK}
+REWRITES = {"DFlash2": as_dflash2, "DSpark": in_deepspec_layout_with("vanilla")}
+"""Other kinds of draft."""
+DRAW_HEAD = "| a draw by | launches | with penalties |"
+FILTERS = {"": "temperature", "short": "and top-k to 128", "open": "and top-p or min-p alone"}
 Sizes = tuple[str, int, int]
 
 
@@ -147,31 +155,58 @@ def of_graphs(pair: Pair, num_seqs: int, *, draft: bool) -> dict[Sizes, Counter[
     """Return the launches of each graph, by ("target" or "draft", sequences, rows)."""
     backend = CountedBackend()
     wishes: dict[str, Any] = {"max_num_seqs": num_seqs, "max_graphs": 4, "verify": BLOCK if draft else "auto"}
+    wishes |= {"block_size": BLOCK} if draft else {}
     runner = engine(pair, backend, draft=draft, enforce_eager=False, **wishes).runner
     assert runner.graphs and runner.layout.graphs
     sizes = runner.layout.graphs
-    captured = [("target", *size) for size in reversed(sizes.targets)]
+    captured: list[Sizes] = []
+    for size in reversed(sizes.targets):
+        captured += [("target", *size), *(("draw" + name_of(kind), *size) for kind in GRAPH_KINDS)]
     captured += [("draft", blocks, blocks * width) for blocks, width in reversed(sizes.drafts)]
     return dict(zip(captured, backend.captured, strict=True))
 
 
-def calls_of_a_step(pair: Pair, *, draft: bool) -> Counter[str]:
-    """Return copies and replays of a decode step."""
+def name_of(kind: Kind) -> str:
+    return f" {FILTERS[kind.filters]}{' and penalties' * kind.penalised}"
+
+
+def calls_of_steps(pair: Pair, *, draft: bool, **sampling: Any) -> dict[str, Counter[str]]:
+    """Return copies and replays of a launch, by the kind of its step, and how often the host waits in all."""
     backend = CopyingBackend()
-    wishes: dict[str, Any] = {"max_num_seqs": 1, "max_graphs": 2, "verify": BLOCK if draft else "auto"}
+    wishes: dict[str, Any] = {"max_num_seqs": 2, "max_graphs": 4, "verify": BLOCK if draft else "auto"}
     core = engine(pair, backend, draft=draft, enforce_eager=False, **wishes)
-    core.add(Request("r", (1, 2, 3), max_tokens=40))
+    found: dict[str, Counter[str]] = {"": Counter()}
+    launch = core.launch
+
+    def launched(batch: Batch) -> PendingStep:
+        before = backend.calls.copy()
+        pending = launch(batch)
+        found[batch.kind], wait = backend.calls - before, pending._wait
+
+        def waited() -> Tensor:
+            found[""]["waits"] += 1
+            return wait()
+
+        pending._wait = waited
+        return pending
+
+    core.launch = launched  # type: ignore[method-assign]
+    core.add(flat_request("first", (1, 2, 3), 40, **sampling))
     while core.step().stats.kind != "decode":
-        pass
-    backend.calls.clear()
-    core.step()
-    return backend.calls
+        found[""]["steps"] += 1
+    core.add(flat_request("second", (4, 5), 40, **sampling))
+    for _ in range(3):
+        core.step()
+    found[""]["steps"] += 4
+    return found
 
 
 def rows(folder: Path, num_seqs: int, step: str) -> tuple[str, Counter[str]]:
     """Return the row of a step, and its launches that are no layer's."""
     pair = make_pair(folder, num_layers=LAYERS, draft_layers=DRAFT_LAYERS, **SHAPE)
     width, draft = STEPS[step], STEPS[step] > 1
+    if step in REWRITES:
+        rewrite_draft(pair, {}, REWRITES[step])
     found = of_graphs(pair, num_seqs, draft=draft)
     target = found["target", num_seqs, num_seqs * width]
     of_draft = found["draft", num_seqs, num_seqs * width] if draft else Counter[str]()
@@ -187,6 +222,20 @@ def rows(folder: Path, num_seqs: int, step: str) -> tuple[str, Counter[str]]:
     return f"| {step} at {num_seqs} | " + " | ".join(map(str, cells)) + " |", around
 
 
+def draw_rows(folder: Path) -> list[str]:
+    """Return the rows of the graphs that draw after a target of 16 rows."""
+    pair = make_pair(folder, num_layers=2, draft_layers=1, **SHAPE | {"taps": (0,)})
+    found = of_graphs(pair, 1, draft=True)
+
+    def cell(filters: str, *, penalised: bool) -> int:
+        return found["draw" + name_of(Kind(filters, penalised)), 1, BLOCK].total()
+
+    return [
+        f"| {name} | {cell(filters, penalised=False)} | {cell(filters, penalised=True)} |"
+        for filters, name in FILTERS.items()
+    ]
+
+
 def main() -> None:
     """Print Markdown, and below it what is not a layer's."""
     print(HEAD, "|---" * 5 + "|", sep="\n")
@@ -196,6 +245,7 @@ def main() -> None:
             for step in STEPS:
                 line, kept[line] = rows(Path(folder), num_seqs, step)
                 print(line, flush=True)
+        print("", DRAW_HEAD, "|---" * 3 + "|", *draw_rows(Path(folder)), "", sep="\n")
     for line, around in kept.items():
         print(line.split("|")[1], dict(around))
 

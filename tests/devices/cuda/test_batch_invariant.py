@@ -14,6 +14,7 @@ from app.engine.cuda import attention, products
 from app.engine.cuda.invariant import InvariantCudaBackend
 from app.engine.device.base import AttentionMask, LayerKv, ProjectedRows
 from app.engine.errors import UnsupportedError
+from app.engine.quantised import QuantisedWeight
 from tests.devices.cuda.engines import DENSE, GRAPHS, engine, requests, use_kernels
 from tests.fast.engine.lossless import run_engine
 from tests.fast.engine.paged import Paged, attended
@@ -70,6 +71,18 @@ def test_a_product_of_a_row(dtype: torch.dtype, multiprocessors: int) -> None:
     assert (products.product_of(weight, multiprocessors).splits > 1) == (multiprocessors > 1)
     some = bias if multiprocessors == 4 else None
     assert_rows_alone(lambda rows: products.linear(rows, weight, some, multiprocessors), x)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("multiprocessors", [1, 4, 1000], ids=["whole", "parts for few rows", "parts"])
+def test_a_product_of_a_row_by_a_quantised_weight(
+    backend: InvariantCudaBackend, kind: torch.dtype, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "multiprocessors", multiprocessors)
+    x, numbers, scales = normal(2 * HIDDEN, dtype=torch.bfloat16), normal(100, 2 * HIDDEN), normal(100, 2, seed=1)
+    weight = backend.pack_linear(QuantisedWeight((20 * numbers).to(kind), scales, torch.bfloat16))
+    assert isinstance(weight, QuantisedWeight)
+    assert_rows_alone(lambda rows: backend.linear(rows, weight), x)
 
 
 def test_such_a_product_is_pytorchs_and_its_parts_are_rounded_once(backend: InvariantCudaBackend) -> None:

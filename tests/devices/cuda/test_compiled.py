@@ -18,7 +18,8 @@ REGISTERS = 65536
 WEIGHT = 1
 """Number of the weight among the arguments of `product`."""
 KERNELS = (
-    "attend combine norm gated rope_and_write locate_rows embed accept advance route expert_rows mix recur product"
+    "attend combine norm gated convolved rope_and_write locate_rows embed accept advance route expert_rows mix recur "
+    "product dequantise"
 ).split()
 
 
@@ -63,3 +64,20 @@ def test_fixed_launches_are_on_them_too(kernels: list[dict[str, Any]]) -> None:
     assert len(products) > 4 and sum(products) > len(products) // 2
     assert len(attends) == 5 * 2 * 4 and sum(attends) == 4 * 2 * 4  # in fp32 it is on other ones
     assert {kernel["kernel"] for kernel in fixed} == {"product", "attend", "combine"}
+
+
+def test_products_by_quantised_weights_are_on_them_too_and_a_multiprocessor_holds_two(kernels) -> None:
+    quantised = [kernel for kernel in kernels if kernel["model"] == "quantised" and kernel["kernel"] == "product"]
+    assert len(quantised) >= 12
+    assert all(kernel["wgmma"] and 2 * kernel["shared"] <= SHARED_MEMORY for kernel in quantised)
+    assert all(2 * kernel["registers"] * kernel["warps"] * 32 <= REGISTERS for kernel in quantised)
+
+
+def test_experts_in_8_bits_are_compiled_and_a_multiprocessor_holds_four(kernels: list[dict[str, Any]]) -> None:
+    """A program has 128 threads and one tile of 16 pairs, so that several hide one another's waits."""
+    found = [kernel for kernel in kernels if kernel["model"] == "quantised" and kernel["kernel"] != "product"]
+    names = [kernel["kernel"] for kernel in found]
+    assert set(names) <= {"expert_rows", "dequantise", "route"}
+    assert names.count("expert_rows") == 4 and names.count("dequantise") >= 2  # gate and up, and down, of both kinds
+    for kernel in found:
+        assert 4 * kernel["registers"] * kernel["warps"] * 32 <= REGISTERS and 4 * kernel["shared"] <= SHARED_MEMORY

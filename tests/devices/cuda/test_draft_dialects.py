@@ -11,7 +11,14 @@ from tests.fast.engine.drafted import drafted_by, requests_about_the_window, sha
 
 @pytest.mark.parametrize(
     ("name", "graphs"),
-    [("one sliding layer, causal inside the block", False), ("sliding and not causal, by is_causal", True)],
+    [
+        ("one sliding layer, causal inside the block", False),
+        ("sliding and not causal, by is_causal", True),
+        ("DFlash2, sliding", False),
+        ("DFlash2 with a cap", True),
+        ("DSpark, gated", True),
+        ("DSpark, speculators, reduced vocabulary", False),
+    ],
 )
 def test_drafts_are_the_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, graphs: bool) -> None:
     use_kernels(monkeypatch)

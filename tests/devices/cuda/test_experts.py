@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.engine.cuda import experts
+from app.engine.cuda import experts, products
 from app.engine.cuda.backend import CudaBackend
 from app.engine.device.base import ExpertWeights
 from app.engine.device.moe import MoeConfig, mixture, route
+from app.engine.quantised import QuantisedWeight
+from tests.fast.engine.quantised import E4M3
 
 torch.set_num_threads(1)
 
@@ -20,7 +22,7 @@ HIDDEN = 40
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-def made(moe: MoeConfig, rows: int, dtype: torch.dtype) -> tuple[Tensor, ExpertWeights]:
+def made(moe: MoeConfig, rows: int, dtype: torch.dtype, hidden: int = HIDDEN) -> tuple[Tensor, ExpertWeights]:
     generator = torch.Generator().manual_seed(rows)
 
     def normal(*shape: int) -> Tensor:
@@ -28,14 +30,14 @@ def made(moe: MoeConfig, rows: int, dtype: torch.dtype) -> tuple[Tensor, ExpertW
 
     count, inner = moe.num_experts, moe.intermediate_size
     tensors = [
-        normal(count, HIDDEN),
-        normal(count, 2 * inner, HIDDEN).to(dtype),
-        normal(count, HIDDEN, inner).to(dtype),
+        normal(count, hidden),
+        normal(count, 2 * inner, hidden).to(dtype),
+        normal(count, hidden, inner).to(dtype),
     ]
     biases = (
-        [normal(count), normal(count, 2 * inner).to(dtype), normal(count, HIDDEN).to(dtype)] if moe.has_bias else []
+        [normal(count), normal(count, 2 * inner).to(dtype), normal(count, hidden).to(dtype)] if moe.has_bias else []
     )
-    return torch.randn(rows, HIDDEN, generator=generator).to(dtype), ExpertWeights(*tensors, *biases)
+    return torch.randn(rows, hidden, generator=generator).to(dtype), ExpertWeights(*tensors, *biases)
 
 
 def wide(weights: ExpertWeights) -> ExpertWeights:
@@ -63,6 +65,56 @@ def test_a_mixture_is_the_reference(rows: int, dtype: torch.dtype, changes: dict
     found, wanted = experts.mixture(x, weights, moe), mixture(x.float(), wide(weights), moe)
     assert found.dtype == dtype
     torch.testing.assert_close(found.float(), wanted, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+def quantised(weight: Tensor, kind: torch.dtype, group: int) -> QuantisedWeight:
+    """Return experts [E, out, in] in 8 bits, packed, with scales that differ widely between rows and groups."""
+    count, out, size = weight.shape
+    noise = torch.Generator().manual_seed(out)
+    spread = torch.rand(count, out, size // group, generator=noise) * 4 + 0.25
+    most = 127 if kind == torch.int8 else 448
+    scales = weight.float().unflatten(2, (-1, group)).abs().amax(3) * spread / most
+    data = (weight.float() / scales.repeat_interleave(group, 2)).clamp(-most, most)
+    data = data.round() if kind == torch.int8 else data
+    packed = CudaBackend(torch.device("cpu")).pack_linear(QuantisedWeight(data.to(kind), scales, weight.dtype))
+    assert isinstance(packed, QuantisedWeight)
+    return packed
+
+
+@pytest.mark.parametrize("limit", [None, 0.5], ids=str)
+@pytest.mark.parametrize(("kind", "group"), [(torch.int8, 0), (E4M3, 0), (E4M3, 16), (torch.int8, 32)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_experts_in_8_bits_are_those_of_their_numbers(
+    dtype: torch.dtype, kind: torch.dtype, group: int, limit: float | None
+) -> None:
+    """By our kernel with few rows an expert, and in bfloat16 by PyTorch's with many."""
+    moe, backend = replace(MOE, intermediate_size=96, swiglu_limit=limit), CudaBackend(torch.device("cpu"))
+    for rows in (1, 30, 40):
+        x, weights = made(moe, rows, dtype, hidden=64)
+        gate_up, down = (quantised(w, kind, group or w.shape[2]) for w in (weights.gate_up, weights.down))
+        own = ExpertWeights(weights.router, gate_up, down)
+        numbers = (replace(weight, dtype=torch.float32).dequantised() for weight in (gate_up, down))
+        found, wanted = backend.moe(x, own, moe), mixture(x.float(), ExpertWeights(weights.router, *numbers), moe)
+        torch.testing.assert_close(found.float(), wanted, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+        half = ExpertWeights(weights.router, gate_up, weights.down)
+        numbers = (replace(gate_up, dtype=torch.float32).dequantised(), weights.down.float())
+        wanted = mixture(x.float(), ExpertWeights(weights.router, *numbers), moe)
+        torch.testing.assert_close(backend.moe(x, half, moe).float(), wanted, atol=TOLERANCES[dtype], rtol=0.03)
+
+
+@pytest.mark.parametrize("group", [16, 96, 48])
+@pytest.mark.parametrize("kind", [torch.int8, E4M3], ids=str)
+def test_a_launch_dequantises_every_number_of_every_expert(kind: torch.dtype, group: int) -> None:
+    noise = torch.Generator().manual_seed(group)
+    for shape in ((3, 100, 96), (1, 64, 96), (130, 96)):
+        bits = torch.randint(256, shape, generator=noise, dtype=torch.uint8).view(kind).float().nan_to_num(0.0)
+        scales = torch.rand(*shape[:-1], shape[-1] // group, generator=noise) ** 4
+        weight = QuantisedWeight(bits.to(kind), scales, torch.bfloat16)
+        found, wanted = products.dense(weight), replace(weight, dtype=torch.float64).dequantised()
+        assert found.dtype == torch.bfloat16  # the interpreter rounds to zero
+        torch.testing.assert_close(found.double(), wanted, atol=0.0, rtol=2**-7)
+        packed = replace(weight, scales=weight.scales.mT.contiguous().mT)
+        assert torch.equal(products.dense(packed), found)
 
 
 def test_all_rows_may_have_the_same_experts() -> None:

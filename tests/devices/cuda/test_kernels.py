@@ -113,3 +113,13 @@ def test_a_step_without_sampled_rows_verifies_nothing(backend, dtype):
     for drafts in (None, torch.zeros(1, 3, dtype=torch.int32)):
         lengths = (none.long(), drafts, none, none, none)
         assert backend.verify(*lengths).shape == REFERENCE.verify(*lengths).shape
+
+
+@pytest.mark.parametrize(("blocks", "width", "hidden", "group"), [(3, 5, 48, 16), (1, 1, 1040, 8), (2, 8, 2048, 16)])
+def test_a_convolution_crosses_no_block(backend: CudaBackend, dtype: torch.dtype, blocks, width, hidden, group) -> None:
+    values, groups = Values(dtype), hidden // group
+    rows, base = values.normal(blocks * width, hidden), values.normal(2, 2, groups, group)
+    change = values.normal(blocks, width, 2, 2, groups, 1)
+    for side in (0, 1):
+        expected = Backend.convolve(REFERENCE, rows.float(), base.float(), change.float(), side)
+        assert_close(backend.convolve(rows, base, change, side), expected, dtype)

@@ -1,4 +1,4 @@
-"""Two ranks with all our kernels in every step decode what one rank on the CPU backend does.
+"""Ranks with all our kernels in every step decode what one rank on the CPU backend does.
 
 The ranks are threads, and Triton's interpreter holds the place in a grid for the whole process, so one kernel runs at a
 time. Not run on two GPUs.
@@ -58,12 +58,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     ],
     ids=["dense", "dense, drawn", "dense, off", "experts", "hybrid"],
 )
-def test_two_ranks_on_our_kernels_decode_what_one_does(tmp_path, monkeypatch, launched, kind, asked, wishes):
+def test_ranks_on_our_kernels_decode_what_one_does(tmp_path, monkeypatch, launched, kind, asked, wishes):
+    """Four ranks share the hybrid, which has two KV heads and two key heads, and two the others."""
     pair, wishes = pair_of(tmp_path, kind), wishes.copy()
     expected = run_engine(engine(pair, draft=False), requests(**asked)).texts
     use_kernels(monkeypatch)
     draft = pair.draft if wishes.pop("draft", True) else None
-    config: dict[str, Any] = {"device": "cpu", "dtype": "float32", "tensor_parallel_size": 2}
+    config: dict[str, Any] = {"device": "cpu", "dtype": "float32", "tensor_parallel_size": 4 if kind == "hybrid" else 2}
     ranks = ThreadRanks(EngineConfig(pair.target, draft, **UNTIMED | config | SIZES | wishes))
     log = Log(ranks.engine.core)
     run = run_engine(ranks.engine, requests(**asked))

@@ -6,6 +6,7 @@ not change the number. The null device counts calls of torch_npu 2.13.0's own ho
 
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from tests.devices.npu.engines import engine
 from tests.devices.npu.null_device import traced
 from tests.devices.npu.numerics import Numerics
 from tests.fast.engine.pairs import GPT_OSS, make_pair
+from tests.fast.engine.quantised import quantise
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {},
+    "Qwen3, W8A8": {},
     "Llama 3": {"family": "llama"},
     "Qwen2.5": {"family": "qwen2"},
     "Qwen3-MoE": {"experts": 8},
@@ -47,6 +50,8 @@ def _launches(folder: Path, name: str, num_layers: int) -> Counter[str]:
     """Return the launches of a decode step of two sequences, by operator."""
     folder.mkdir()
     pair = make_pair(folder, num_layers=num_layers, draft_layers=1, taps=(0,), head_dim=64, **FAMILIES[name])
+    if name.endswith("W8A8"):
+        pair = replace(pair, target=quantise(pair.target, folder, "W8A8 dynamic")[0])
     sizes: dict[str, Any] = {"max_num_seqs": 2, "kv_cache_memory": 16 << 20, "max_model_len": 256, "draft": None}
     core = engine(pair, enforce_eager=True, **sizes)
     for i in range(2):

@@ -269,13 +269,23 @@ def grouped_matmul(
     group_type: int | None = None,
     group_list_type: int = 0,
     act_type: int = 0,
+    scale: Sequence[Tensor] | None = None,
+    per_token_scale: Sequence[Tensor] | None = None,
+    output_dtype: int | None = None,
     **others: Any,
 ) -> list[Tensor]:
-    """One x [R, in], whose next group_list[e] rows are multiplied by weight [E, in, out] of e: one [R, out]."""
+    """One x [R, in], whose next group_list[e] rows are multiplied by weight [E, in, out] of e: one [R, out].
+
+    In int8 sums are exact, times scale [E, out] and per_token_scale [R], in bfloat16.
+    """
     given = [name for name, it in others.items() if it is not None]
     modes = (split_item, group_type, group_list_type, act_type)
     if modes != (2, 0, 1, 0) or given or group_list is None or not len(x) == len(weight) == 1:
         raise NotImplementedError(f"no CPU reference for {modes=}, {given=}")
+    if scale and per_token_scale and output_dtype == 15:
+        rows = zip(x[0].double().split(group_list.tolist()), weight[0].double(), scale[0].double(), strict=True)
+        whole = torch.cat([part @ of_expert * scales for part, of_expert, scales in rows])
+        return [(whole * per_token_scale[0].double().unsqueeze(-1)).to(torch.bfloat16)]
     parts = x[0].float().split(group_list.tolist())
     out = torch.cat([part @ weight[0][e].float() + (bias[0][e] if bias else 0) for e, part in enumerate(parts)])
     return [out.to(x[0].dtype)]
@@ -293,6 +303,34 @@ def moe_token_unpermute(
         raise NotImplementedError(f"no CPU reference for {probs=}, {padded_mode=}")
     pairs = permuted_tokens[sorted_indices.long()].float().unflatten(0, probs.shape)
     return (pairs * probs.float().unsqueeze(-1)).sum(1).to(permuted_tokens.dtype)
+
+
+def dynamic_quant(input: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
+    """(rows [T, in] in int8, scales [T] float32): the row's largest number is 127. A row of zeros, or of numbers that
+    are not finite, is 0 in int8, and its scale keeps what it was."""
+    if others:
+        raise NotImplementedError(f"no CPU reference for {others}")
+    x = input.float()
+    scales = x.abs().amax(-1) / 127
+    rows = (x / scales.unsqueeze(-1)).round()  # half to even
+    return rows.nan_to_num(0.0).clamp(-127, 127).to(torch.int8), scales
+
+
+def quant_matmul(
+    x1: Tensor,
+    x2: Tensor,
+    scale: Tensor,
+    *,
+    pertoken_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    output_dtype: int | None = None,
+    **others: Any,
+) -> Tensor:
+    """x1 [T, in] @ x2 [in, out] in int32, times scale [out], times pertoken_scale [T], plus bias [out], in bfloat16."""
+    if others or pertoken_scale is None or (bias is not None and not bias.is_floating_point()) or output_dtype != 15:
+        raise NotImplementedError(f"no CPU reference for {output_dtype=}, {pertoken_scale=}, {bias=}, {others}")
+    out = (x1.int() @ x2.int()).float() * scale * pertoken_scale.unsqueeze(-1)
+    return (out if bias is None else out + bias).to(torch.bfloat16)
 
 
 KERNELS = {
@@ -314,4 +352,6 @@ KERNELS = {
     "npu_moe_init_routing_v2": moe_init_routing_v2,
     "npu_grouped_matmul": grouped_matmul,
     "npu_moe_token_unpermute": moe_token_unpermute,
+    "npu_dynamic_quant": dynamic_quant,
+    "npu_quant_matmul": quant_matmul,
 }

@@ -16,10 +16,12 @@ import torch
 from app.engine.core import EngineCore
 from app.engine.npu.backend import NpuBackend
 from app.engine.npu.graph import NpuGraph
-from app.messages import Request, SamplingParams
+from app.messages import Request
 from tests.devices.npu.engines import engine
 from tests.devices.npu.null_device import traced
 from tests.devices.npu.numerics import Numerics
+from tests.fast.engine.dialects import as_dflash2, in_deepspec_layout_with, rewrite_draft
+from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.pairs import make_pair
 
 LAYERS, DRAFT_LAYERS = 36, 5
@@ -49,15 +51,23 @@ SIZES: dict[str, Any] = {
     "max_model_len": 256,
     "max_graphs": 2,
 }
-HEAD = f"| a step, {LAYERS} + {DRAFT_LAYERS} layers | tasks | launches | graphs | updates | copies | waits |"
+HEAD = f"| a step, {LAYERS} + {DRAFT_LAYERS} layers | tasks | launches | graphs | updates | up | down | waits |"
 EXPERTS = "experts"
 """A way whose target has experts in all of its layers."""
-WAYS = ("plain, eager", "plain, graphs", "DFlash, eager", "DFlash, graphs", "experts, eager", "experts, graphs")
+WAYS = ("plain, eager", "plain, graphs", "DFlash, eager", "DFlash, graphs", "experts, graphs")
+WAYS += ("DFlash2, graphs", "DSpark, graphs")
+REWRITES = {"DFlash2": as_dflash2, "DSpark": in_deepspec_layout_with("vanilla")}
+"""Other kinds of draft."""
+SAMPLED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "drawn": {"temperature": 0.7},
+    "penalised": {"temperature": 0.7, "frequency_penalty": 0.5},
+}
 
 
 def main() -> None:
     """Print Markdown, and below it what is not a layer's."""
-    print(HEAD, "|---" * 7 + "|", sep="\n")
+    print(HEAD, "|---" * 8 + "|", sep="\n")
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode(), Numerics():
         for way in WAYS:
             lines = rows(Path(folder), way)
@@ -66,15 +76,19 @@ def main() -> None:
 
 
 def rows(folder: Path, way: str) -> list[str]:
-    """Return the rows of a way: its prefill and mixed step with a draft, a greedy decode step and a drawn one."""
+    """Return the rows of a way: decode steps, and for DFlash with graphs each kind of step with each sampling."""
     experts = 8 if way.startswith(EXPERTS) else 0
     pair = make_pair(folder, num_layers=LAYERS, draft_layers=DRAFT_LAYERS, experts=experts, **SHAPE)
+    if rewrite := REWRITES.get(way.partition(",")[0]):
+        rewrite_draft(pair, {}, rewrite)
     draft = {"draft": None} if way.startswith("plain") else {}
     with tasks_of_graphs() as tasks:
-        core = engine(pair, enforce_eager=way.endswith("eager"), **SIZES | draft)
-        greedy = steps(core, 0.0, tasks)
-        found = {f"{kind}, greedy": greedy[kind] for kind in greedy if kind == "decode" or way.startswith("DFlash")}
-        found["decode, drawn"] = steps(core, 0.7, tasks)["decode"]
+        core = engine(pair, enforce_eager=way.endswith("eager"), block_size=16, **SIZES | draft)
+        found = {}
+        for name, sampling in SAMPLED.items() if not rewrite else [("greedy", {})]:
+            for kind, cells in steps(core, sampling, tasks).items():
+                if way == "DFlash, graphs" or (name != "penalised" and kind == "decode"):
+                    found[f"{kind}, {name}"] = cells
     return [f"| {way}, {kind} | " + " | ".join(map(str, cells)) + " |" for kind, cells in found.items()]
 
 
@@ -108,12 +122,12 @@ def tasks_of_graphs() -> Iterator[Callable[[], int]]:
         NpuBackend.capture, NpuGraph.replay = capture, replay  # type: ignore[method-assign]
 
 
-def steps(core: EngineCore, temperature: float, tasks: Callable[[], int]) -> dict[str, list[int]]:
+def steps(core: EngineCore, sampling: dict[str, Any], tasks: Callable[[], int]) -> dict[str, list[int]]:
     """Return the cells of a step of each kind: three prompts, these three beside a fourth prompt, four whole blocks."""
     found = {}
     for kind, first, count in (("prefill", 0, 3), ("decode", 3, 0), ("mixed", 3, 1), ("decode", 4, 0)):
         for i in range(first, first + count):
-            core.add(request(i, temperature))
+            core.add(request(i, sampling))
         while kind not in (found_now := one_step(core, tasks)):
             pass
         found |= found_now
@@ -122,9 +136,8 @@ def steps(core: EngineCore, temperature: float, tasks: Callable[[], int]) -> dic
     return {kind: found[kind] for kind in ("prefill", "mixed", "decode")}
 
 
-def request(i: int, temperature: float) -> Request:
-    sampling = SamplingParams(temperature=temperature, seed=i)
-    return Request(f"r{i}", tuple(range(1, 20 + i)), sampling=sampling, max_tokens=60)
+def request(i: int, sampling: dict[str, Any]) -> Request:
+    return flat_request(f"r{i}", tuple(range(1, 20 + i)), max_tokens=60, seed=i, **sampling)
 
 
 def one_step(core: EngineCore, tasks: Callable[[], int]) -> dict[str, list[int]]:
@@ -132,7 +145,8 @@ def one_step(core: EngineCore, tasks: Callable[[], int]) -> dict[str, list[int]]
     tasks()
     with traced() as trace:
         kind = core.step().stats.kind
-    counts = [len(trace.of(column)) for column in ("launch", "replay", "update", "copy")]
+    counts = [len(trace.of(column)) for column in ("launch", "replay", "update")]
+    counts += [sum(copy.startswith(way) for copy in trace.of("copy")) for way in ("h2d", "d2h")]
     return {kind: [counts[0] + tasks(), *counts, len(trace.waits)]}
 
 

@@ -18,7 +18,13 @@ SIZES: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 200, "max_graphs": 
 
 @pytest.mark.usefixtures("in_float32")
 @pytest.mark.parametrize(
-    ("name", "eager"), [(SLIDING, True), (SLIDING, False), (BOTH_WAYS, False), ("speculators", False)]
+    ("name", "eager"),
+    [
+        *((SLIDING, True), (SLIDING, False), (BOTH_WAYS, False), ("speculators", False)),
+        *(("DFlash2, sliding", True), ("DFlash2, sliding", False), ("DFlash2 with a cap", False)),
+        *(("DSpark, vanilla", True), ("DSpark, gated", False), ("DSpark, rnn", False)),
+        ("DSpark, speculators, reduced vocabulary", False),
+    ],
 )
 def test_drafts_are_the_references(tmp_path, name, eager):
     """Contexts are longer than the window and cross a page of 128 tokens."""

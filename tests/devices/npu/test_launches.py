@@ -25,6 +25,6 @@ def test_the_table_of_launches_is_what_the_null_device_traces(tmp_path: Path, wa
     for line in printed:
         assert f"|\n{line}\n" in page, f"put this into docs/ascend.md:\n{line}"
     assert f"\n{HEAD}\n" in page and around() in page
-    if way.startswith("DFlash"):
+    if way.startswith("DFlash,"):
         (decode,) = (line for line in printed if ", decode, greedy |" in line)
         assert int(decode.split("|")[2]) - len(LAYER) * (LAYERS + DRAFT_LAYERS) <= MAX_AROUND

@@ -1,4 +1,4 @@
-"""Two ranks on "npu:0" and "npu:1" decode what one does, eagerly and from graphs that hold the collectives.
+"""Two and four ranks, from "npu:0" on, decode what one does, eagerly and from graphs that hold the collectives.
 
 The process group is torch_npu's own, on stub libraries, and Gloo computes.
 """
@@ -19,6 +19,7 @@ from app.engine.errors import UnsupportedError
 from app.engine.npu import backend as npu
 from app.engine.npu import rules
 from app.engine.npu.backend import NpuBackend
+from app.engine.sampling.metadata import GRAPH_KINDS
 from app.messages import Request
 from tests import UNTIMED
 from tests.devices.npu import demo
@@ -34,26 +35,33 @@ def requests() -> list[Request]:
     return demo.requests(5, max_tokens=20)
 
 
-def job(*, draft: bool = True, **wishes: Any) -> Job:
+def job(size: int, *, draft: bool = True, **wishes: Any) -> Job:
     pair = DEMO / "target", DEMO / "draft" if draft else None
     memory: dict[str, Any] = {"kv_cache_memory": 96 << 20, "dtype": "float32", "device": "npu:0"}
-    return EngineConfig(*pair, tensor_parallel_size=2, **UNTIMED | SIZES | memory | wishes), requests()
+    return EngineConfig(*pair, tensor_parallel_size=size, **UNTIMED | SIZES | memory | wishes), requests()
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Result], list[list[str]]]:
-    """Results of both ways and of plain decoding, and the collectives of each rank."""
-    jobs = {way: job(**wishes) for way, wishes in WAYS.items()} | {"plain": job(draft=False, max_graphs=2)}
+@pytest.fixture(scope="module", params=[2, 4])
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Result], list[list[str]]]:
+    """Results of both ways and of plain decoding, and the collectives of each rank. Four ranks, which have each of the
+    demo pair's two KV heads twice, run from graphs alone."""
+    size = request.param
+    ways = WAYS if size == 2 else {"graphs": WAYS["graphs"]}
+    jobs = {way: job(size, **wishes) for way, wishes in ways.items()} | {"plain": job(size, draft=False, max_graphs=2)}
     folder = tmp_path_factory.mktemp("ranks")
-    found = run_on_ranks(list(jobs.values()), folder, PROGRAM, NPU_STUB_DEVICES="2")
-    noted = [(folder / f"collectives-{rank}").read_text().splitlines() for rank in range(2)]
+    found = run_on_ranks(list(jobs.values()), folder, PROGRAM, NPU_STUB_DEVICES=f"{size}")
+    noted = [(folder / f"collectives-{rank}").read_text().splitlines() for rank in range(size)]
     return dict(zip(jobs, found, strict=True)), noted
 
 
-def test_two_npus_decode_what_one_process_does(results: tuple[dict[str, Result], list[list[str]]]) -> None:
+def test_npus_decode_what_one_process_does(results: tuple[dict[str, Result], list[list[str]]]) -> None:
     runs = {name: result.run for name, result in results[0].items()}
-    assert runs["graphs"].texts == runs["eager"].texts == runs["plain"].texts
-    assert runs["graphs"].acceptance_length == runs["eager"].acceptance_length > 2
+    acceptance_length = runs["graphs"].acceptance_length
+    assert all(run.texts == runs["plain"].texts for run in runs.values())
+    assert {run.acceptance_length for name, run in runs.items() if name != "plain"} == {acceptance_length}
+    assert acceptance_length > 2
     alone = demo.run(demo.engine("cpu"), requests())
     for request in requests():
         text, expected = runs["graphs"].texts[request.request_id], alone.texts[request.request_id]
@@ -61,10 +69,10 @@ def test_two_npus_decode_what_one_process_does(results: tuple[dict[str, Result],
         assert at is None or demo.gap(request.token_ids, expected, at, text[at]) < MARGIN
 
 
-def test_both_ranks_verify_alike_and_make_the_same_collectives(results):
-    digests, (first, second) = [result.digests for result in results[0].values()], results[1]
-    assert all(mine == others and len(mine) > 3 for mine, others in digests)
-    assert first == second
+def test_all_ranks_verify_alike_and_make_the_same_collectives(results):
+    digests, (first, *others) = [result.digests for result in results[0].values()], results[1]
+    assert all(len(mine) > 3 and all(each == mine for each in rest) for mine, *rest in digests)
+    assert others and all(each == first for each in others)
     kinds = {line.partition(" ")[0] + " " + line.split()[1] for line in first}
     sums = {f"{way} c10d::allreduce_" for way in ("eager", "graph")}
     assert kinds == sums | {
@@ -98,7 +106,8 @@ def test_hccls_way_is_aiv_unless_it_is_given_and_bounds_the_graphs(monkeypatch, 
         monkeypatch.setenv(rules.EXPANSION_MODE, given)
     monkeypatch.setattr(npu, "DeviceComm", lambda *_: ALONE)
     backend = NpuBackend(torch.device("npu:0"))
-    assert (backend.max_graphs(1), backend.max_graphs(4)) == (1800, graphs)
+    assert (backend.max_graphs(1), backend.max_graphs(4)) == (257, graphs)
+    assert len(GRAPH_KINDS) == rules.DRAW_GRAPHS
     with caplog.at_level(logging.INFO):
         backend.join(Meeting(0, 4, tmp_path / "store", 1))
     assert os.environ[rules.EXPANSION_MODE] == (given or "AIV")

@@ -114,6 +114,21 @@ def clipped() -> dict[str, Any]:
     return {"x": new(3, 64), "interleaved": False}
 
 
+def quantising() -> dict[str, Any]:
+    return {"input": new(3, 64)}
+
+
+def quantised() -> dict[str, Any]:
+    scales = {"scale": new(48, dtype=torch.float32), "pertoken_scale": new(3, dtype=torch.float32)}
+    numbers = {"x1": new(3, 64, dtype=torch.int8), "x2": new(48, 64, dtype=torch.int8).t()}
+    return {**numbers, **scales, "bias": new(48), "output_dtype": torch.bfloat16}
+
+
+def wide_quantised(out: int, columns: int) -> dict[str, Any]:
+    numbers = {"x1": new(3, columns, dtype=torch.int8), "x2": new(out, columns, dtype=torch.int8).t()}
+    return quantised() | numbers | {"scale": new(out, dtype=torch.float32), "bias": new(out)}
+
+
 OPERATORS: dict[Callable[[], dict[str, Any]], str] = {
     attention: "npu_fused_infer_attention_score",
     draft_attention: "npu_fused_infer_attention_score",
@@ -130,6 +145,8 @@ OPERATORS: dict[Callable[[], dict[str, Any]], str] = {
     grouped: "npu_grouped_matmul",
     unpermute: "npu_moe_token_unpermute",
     clipped: "npu_clipped_swiglu",
+    quantising: "npu_dynamic_quant",
+    quantised: "npu_quant_matmul",
 }
 
 
@@ -240,6 +257,23 @@ WRONG: list[tuple[str, Callable[[], dict[str, Any]], str, Change]] = [
     ("N38", sinks, "sinks in float32", on("learnable_sink", Tensor.float)),
     ("N38", sinks, "a sink for each KV head", with_(learnable_sink=new(2))),
     ("N38", wide_sinks, "sinks of heads of 256", with_()),
+    ("N40", quantising, "rows in float32", on("input", Tensor.float)),
+    ("N40", quantising, "no rows", with_(input=new(0, 64))),
+    ("N40", quantising, "rows in four bits", with_(dst_type=torch.quint4x2)),
+    ("N40", quantising, "one scale for all rows", with_(quant_mode="pertensor")),
+    ("N41", quantised, "a weight as linear takes it", on("x2", Tensor.t)),
+    ("N41", quantised, "a weight copied in the other order", on("x2", Tensor.contiguous)),
+    ("N41", quantised, "rows in bfloat16", on("x1", Tensor.bfloat16)),
+    ("N41", quantised, "one column too many", lambda call: call.update(wide_quantised(1, 65536))),
+    ("N41", quantised, "one row too many", lambda call: call.update(wide_quantised(65536, 1))),
+    ("N41", quantised, "scales as files have them", on("scale", lambda it: it[:, None])),
+    ("N41", quantised, "scales in bfloat16", on("scale", Tensor.bfloat16)),
+    ("N41", quantised, "one scale for all rows of the weight", on("scale", lambda it: it[:1])),
+    ("N41", quantised, "no scales of x", lambda call: call.pop("pertoken_scale")),
+    ("N41", quantised, "scales of another x", with_(pertoken_scale=new(4, dtype=torch.float32))),
+    ("N41", quantised, "a bias that is scaled too", on("bias", Tensor.int)),
+    ("N41", quantised, "an int8 result", lambda call: call.pop("output_dtype")),
+    ("N41", quantised, "an offset", with_(offset=new(48, dtype=torch.float32))),
     ("N3", sinks, "more KV than pages", with_(actual_seq_kvlen=[140, 2000])),
     ("N14", sinks, "no scale", lambda call: call.pop("softmax_scale")),
 ]

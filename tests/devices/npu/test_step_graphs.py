@@ -16,6 +16,7 @@ from app.config.engine import EngineConfig
 from app.engine.errors import UnsupportedError
 from app.engine.npu import graph as npu_graph
 from app.engine.npu.backend import NpuBackend
+from app.engine.sampling.metadata import GRAPH_KINDS
 from tests import UNTIMED
 from tests.devices.npu import demo
 from tests.devices.npu.engines import HOST_PROCESSOR, SMALL, engine, requests
@@ -124,15 +125,27 @@ def test_the_host_waits_once_a_step_and_captures_nothing_after_the_start(pair, c
         assert len(trace.of("copy")) <= 4, "draft, target and draws in, the result out"
 
 
-def test_a_greedy_decode_step_launches_its_two_graphs_and_nothing_else(pair: Pair) -> None:
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
+        {"temperature": 1.0, "top_p": 0.9, "presence_penalty": 0.5},
+        {"frequency_penalty": 0.5},
+    ],
+    ids=str,
+)
+def test_a_decode_step_launches_its_graphs_and_nothing_else(pair: Pair, sampling: dict[str, Any]) -> None:
     core = engine(pair)
-    for request in asked():
+    for request in requests(30, **{"temperature": 0.0} | sampling):
         core.add(request)
     while core.step().stats.kind != "decode":
         pass
     with traced() as trace:
         core.step()
-    assert len(trace.of("replay")) == 2 and not trace.of("launch")
+    assert len(trace.of("replay")) == 2 + bool(sampling) and not trace.of("launch")
+    assert len(trace.of("copy")) == 3 + bool(sampling) and trace.waits == ["aclrtSynchronizeEvent"]
     assert trace.of("update") == ["aclnnFusedInferAttentionScoreV3"] * (3 + 1)
 
 
@@ -146,14 +159,16 @@ def test_every_size_is_captured_and_replayed_before_the_engine_is_ready(pair: Pa
     sizes = 3 * (3 + 4)  # 1, 2 and 4 sequences: drafts of 2, 4 and 8 rows, and targets of 1, 2, 4 and 8
     assert graphs == [(i + 1, sizes) for i in range(sizes)]
     assert [stage for stage, _, _ in seen][-1] == "warm-up"
-    assert len(set(trace.of("replay"))) == sizes
+    draws = len(GRAPH_KINDS) * 3 * 4
+    assert len(set(trace.of("replay"))) == sizes + draws
 
 
 @pytest.mark.parametrize(("max_graphs", "expected"), [(21, 21), (20, 17), (14, 13), (4, 3), (2, 2)])
 def test_no_more_graphs_are_captured_than_allowed(pair: Pair, max_graphs: int, expected: int) -> None:
     with traced() as trace:
-        engine(pair, max_graphs=max_graphs)
-    assert len(set(trace.of("replay"))) == expected
+        graphs = engine(pair, max_graphs=max_graphs).runner.graphs
+    assert graphs and len(graphs.target_graphs) + len(graphs.draft_graphs) == expected
+    assert len(set(trace.of("replay"))) == expected + len(GRAPH_KINDS) * len(graphs.target_graphs)
 
 
 def test_a_meta_that_was_not_planned_for_its_step_is_found_out(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

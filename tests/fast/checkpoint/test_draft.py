@@ -15,6 +15,7 @@ from app.config.engine import EngineConfig
 from app.engine.checkpoint.draft import draft_config
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import read_config
+from app.engine.checkpoint.read import check_checkpoints
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.dflash.startup_log import report
 from app.engine.errors import UnsupportedError
@@ -89,6 +90,13 @@ def build(pair: Pair, block_size: int | None = None, dtype: str = "float32") -> 
         {"num_target_layers": NO, "dflash_config.num_target_layers": 4},
         {"is_causal": False, "dflash_config.causal": True},
         {"is_causal": None, "quantization_config": None, "final_logit_softcapping": 30.0, "logit_scale": 0.25},
+        {"block_size": NO, "dspark_block_size": 8, "dspark_config": {}},
+        {"block_size": None, "dflash_config.dspark_block_size": 8},
+        {"selector_rank": None, "conv_kernel_size": None, "model_type": "qwen3_5_text"},
+        {"dflash_config.use_aux_hidden_state": True, "dflash_config.head_dim": 16, "enable_confidence_head": True},
+        {"dflash_config.projector_type": "dflash2", "dflash_config.attention_mode": "mha"},
+        {"output_multiplier": 0.19, "dflash_config.causal_head": False, "dflash_config.input_embedding_scale": 1.0},
+        {"dflash_config.num_anchors": 512, "dflash_config.markov_rank": 0, "architectures": ["DFlash2DraftModel"]},
         {"partial_rotary_factor": 0.25, "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
         {"attn_output_gate": True, "linear_conv_kernel_dim": 4, "full_attention_interval": 4},
         {"jetspec_config": None, "use_swa": False, "attention_sink_bias": False, "sample_from_anchor": False},
@@ -173,6 +181,9 @@ def test_taps_that_no_checkpoint_names_are_those_of_the_published_ones(tmp_path,
         ({}, 1, r"num_speculative_tokens 0 is outside 1\.\.7"),
         ({"sample_from_anchor": True}, None, 9),
         ({"sample_from_anchor": True}, 9, 9),
+        ({"sample_from_anchor": True, "block_size": 16}, None, 16),
+        ({"sample_from_anchor": True, "block_size": 16}, 17, 17),
+        ({"block_size": 16}, None, 16),
         ({"sample_from_anchor": True}, 10, r"num_speculative_tokens 9 is outside 1\.\.8: .* block_size 8"),
         ({"block_size": NO}, 5, 5),
         ({"block_size": NO}, 1, "config.json names no block_size; give --num-speculative-tokens"),
@@ -209,10 +220,30 @@ VARIANTS: list[tuple[Json, str]] = [
     ({"is_causal": "no"}, "is_causal"),
     ({"dflash_config.causal": 1}, "causal"),
     ({"sample_from_anchor": "yes"}, "sample_from_anchor"),
-    ({"dflash_config.conv_kernel_size": 4}, "conv_kernel_size = 4 is of DFlash2"),
-    ({"dflash_config.selector_top_k": 8}, "selector_top_k = 8 is of DFlash2"),
-    ({"output_multiplier": 0.19}, "output_multiplier .*DFlash2"),
-    ({"markov_rank": 256}, "markov_rank .*DSpark"),
+    ({"dflash_config.conv_kernel_size": 4}, "conv_kernel_size = 4 is not"),
+    ({"dflash_config.conv_kernel_size": 2}, "conv_group_size is missing"),
+    ({"dflash_config.conv_group_size": 5}, "hidden_size 32 is no multiple of conv_group_size 5"),
+    ({"dflash_config.selector_top_k": 8}, "selector_rank is missing"),
+    ({"dflash_config.selector_rank": 8, "dflash_config.selector_top_k": 98}, "98 candidates .* found 97"),
+    ({"dflash_config.selector_rank": 8, "markov_rank": 8}, "markov_rank = 8 is not"),
+    ({"dflash_config.selector_bias": True}, "selector_bias = True is of DFlash2"),
+    ({"output_multiplier": -0.19}, "output_multiplier"),
+    ({"input_embedding_scale": 0}, "input_embedding_scale"),
+    ({"markov_rank": 256, "markov_head_type": "mamba"}, "markov_head_type = 'mamba' is not"),
+    ({"markov_rank": -1}, "markov_rank must be"),
+    ({"dflash_config.dspark_backbone_conv_enabled": True}, "dspark_backbone_conv_enabled = True is not"),
+    ({"dflash_config.dspark_block_size": 9, "dflash_config.block_size": 8}, "dspark_block_size is 9, and block_size"),
+    ({"dspark_block_size": 9}, "dspark_block_size is 9, and block_size is 8"),
+    ({"dflash_config.dspark_depth": 2}, "dspark_depth = 2 is of DSpark"),
+    ({"dflash_config.projector_type": "domino"}, "projector_type = 'domino' is not"),
+    ({"dflash_config.attention_mode": "mla"}, "attention_mode = 'mla' is not"),
+    ({"sample_from_anchor": True, "dspark_bonus_anchor": True}, "dspark_bonus_anchor are both True"),
+    ({"dflash_config.warmth": 3}, "warmth = 3, whose meaning is not known"),
+    ({"is_causal": False, "dflash_config.causal_head": True}, "causal_head is true, and is_causal"),
+    ({"lilicorr_enabled": True}, "lilicorr_enabled .*LiLiCorr"),
+    ({"xpress_num_passes": 6}, "xpress_num_passes .*several passes"),
+    ({"kv_lora_rank": 512}, "kv_lora_rank .*MLA"),
+    ({"dflash_config": NO, "target_layer_ids": [1, 2], "mask_token_id": 96}, "nothing tells whether row 0"),
     ({"dflash_config.shift_label": True}, "shift_label .*Domino"),
     ({"jetspec_config": {"tree": 4}}, "jetspec_config .*JetSpec"),
     ({"attention_sink_bias": True}, "attention_sink_bias .*sinks"),
@@ -222,8 +253,17 @@ VARIANTS: list[tuple[Json, str]] = [
     ({"final_logit_softcapping": -1.0}, "final_logit_softcapping"),
     ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
     ({"speculators_model_type": "eagle3"}, "'eagle3'"),
-    ({"speculators_model_type": "dspark", "transformer_layer_config": {}}, "'dspark'"),
-    ({"architectures": ["DFlash2DraftModel"]}, "architectures"),
+    ({"speculators_model_type": "dspark", "transformer_layer_config": {}}, "aux_hidden_state_layer_ids"),
+    (
+        {
+            "speculators_model_type": "dflash2",
+            "transformer_layer_config": {},
+            "sample_from_anchor": True,
+            "aux_hidden_state_layer_ids": [1],
+        },
+        "sample_from_anchor = True is not",
+    ),
+    ({"architectures": ["Gemma4DSparkModel"]}, "architectures"),
     ({"architectures": ["MuseGlimmerAssistantModel"]}, "architectures"),
     ({"hidden_act": "gelu"}, "hidden_act"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
@@ -314,6 +354,11 @@ VARIANT_TENSORS = {
     "confidence_head__proj__weight": "DSpark",
     "logit_head__markov__weight": "DSpark",
     "prefix_gru__weight_ih_l0": "Domino",
+    "lilicorr__token_proj__weight": "a lattice of candidates",
+    "xpress__in_proj__weight": "several passes",
+    "layer_fusion_weights": "features of its own for each layer",
+    "layers__0__self_attn__k_proj_target__weight": "DFlare",
+    "layers__0__self_attn__kv_a_proj_with_mqa__weight": "latent attention",
     "layers__0__self_attn__sinks": "sinks",
     "layers__0__self_attn__attention_sink_bias": "sinks",
     "aux_hidden_norms__0__weight": "a norm for each tap",
@@ -365,6 +410,27 @@ def test_a_draft_with_tensors_of_another_variant_is_refused_before_any_weight_is
 
 
 @pytest.mark.parametrize(
+    ("keys", "names"),
+    [
+        ({"dflash_config.markov_rank": 8}, "markov_head.markov_w1.weight"),
+        ({"dflash_config.selector_rank": 8}, "candidate_selector.hidden_projection.weight"),
+        ({"dflash_config.conv_group_size": 8}, "layers.0.attention_conv.base_kernel"),
+    ],
+    ids=str,
+)
+def test_a_head_without_its_tensors_is_refused_before_any_weight_is_read(own, keys, names):
+    (own.draft / "config.json").write_text(json.dumps(changed(read_config(own.draft), keys)))
+    (own.target / "tokenizer.json").write_text("{}")
+    config = EngineConfig(own.target, own.draft, device="cpu", dtype="float32", max_model_len=64, **UNTIMED)
+    read: list[str] = []
+    with pytest.raises(UnsupportedError, match=f"{names} is missing"):
+        build_engine(config, on_progress=lambda stage, done, total: read.append(stage))
+    with pytest.raises(UnsupportedError, match=f"{names} is missing"):
+        check_checkpoints(config)
+    assert not read
+
+
+@pytest.mark.parametrize(
     ("where", "tensor"),
     [("draft", "layers__2__mlp__up_proj__weight"), ("target", "model__layers__4__mlp__up_proj__weight")],
 )
@@ -398,9 +464,28 @@ def test_a_refusal_by_config_comes_before_any_weight_is_read(own):
         build(own)
 
 
-def test_an_embedding_of_the_mask_in_a_file_of_its_own_is_refused(own):
-    (own.draft / "mask_embedding.pt").write_bytes(b"")
-    with pytest.raises(UnsupportedError, match="mask_embedding"):
+@pytest.mark.parametrize(
+    ("content", "names"),
+    [
+        (None, "cannot be read"),
+        ({"embedding": torch.ones(32)}, "cannot be read"),
+        ({"embedding": torch.ones(31), "mask_token_id": 96}, "has 31 numbers"),
+        ({"embedding": torch.ones(32), "mask_token_id": 95}, "of token 95, and the draft needs 32 numbers of token 96"),
+    ],
+    ids=str,
+)
+def test_an_embedding_of_the_mask_that_does_not_fit_is_refused(own, content, names):
+    file = own.draft / "mask_embedding.pt"
+    torch.save(content, file) if content else file.write_bytes(b"")
+    with pytest.raises(UnsupportedError, match=f"mask_embedding.pt .*{names}"):
+        build(own)
+
+
+def test_a_draft_given_as_the_target_is_told_so(own):
+    raw = read_config(own.draft)
+    raw |= raw.pop("dflash_config") | {"markov_rank": 0}
+    (own.target / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UnsupportedError, match="is a DFlash draft: give it as --draft-model"):
         build(own)
 
 

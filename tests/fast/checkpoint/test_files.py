@@ -55,10 +55,10 @@ def refusal(folder: Path) -> str:
 
 def test_whole_weights_are_read_by_name_in_one_file_and_in_shards(tmp_path: Path, sharded: Path) -> None:
     shard = "model-00002-of-00002.safetensors"
-    assert read_tensors(sharded)["b"] == (sharded / shard, "b", [16])
+    assert read_tensors(sharded)["b"] == (sharded / shard, "b", [16], "U8")
     safetensors(tmp_path / "model.safetensors", ["a", "model.b"])
     one = read_tensors(tmp_path)
-    assert one["b"] == (tmp_path / "model.safetensors", "model.b", [16]) and list(one) == ["a", "b"]
+    assert one["b"] == (tmp_path / "model.safetensors", "model.b", [16], "U8") and list(one) == ["a", "b"]
 
 
 @pytest.mark.parametrize(

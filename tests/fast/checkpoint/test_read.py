@@ -193,12 +193,11 @@ def test_a_draft_of_another_target_is_told_in_a_line_by_the_field(
 QUANTISED = {
     "GPTQ": ("qweight", "qzeros", "scales", "g_idx"),
     "AWQ or GPTQ": ("qweight", "qzeros", "scales"),
-    "compressed-tensors": ("weight_packed", "weight_scale", "weight_shape"),
+    "compressed-tensors of 4 bits": ("weight_packed", "weight_scale", "weight_shape"),
     "bitsandbytes": ("weight", "weight.absmax", "weight.quant_map", "weight.quant_state.bitsandbytes__nf4"),
-    "msModelSlim": ("weight", "weight_scale", "weight_offset"),
-    "fp8 in blocks": ("weight", "weight_scale_inv"),
     "NVFP4": ("weight", "weight_scale", "weight_scale_2", "input_scale"),
-    "fp8 or int8 with scales": ("weight", "weight_scale"),
+    "a quantised KV cache": ("weight", "kv_cache_scale"),
+    "online transforms": ("weight", "clip_ratio"),
 }
 
 

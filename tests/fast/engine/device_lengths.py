@@ -1,8 +1,8 @@
 """Double of a device on which a step is launched before the last one is read, for any laptop.
 
 It is PyTorch on the CPU. But attention of decode steps reads lengths and page tables from its tensors when it runs,
-like kernels on a GPU, and ignores the host's. Its graphs share one memory, so a replay destroys the outputs of all
-graphs.
+like kernels on a GPU, and ignores the host's. Its graphs share one memory: what a graph leaves when it is captured
+takes memory that was free until then, so a replay destroys the outputs of all graphs that were captured later.
 """
 
 from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ class SharedMemoryGraph(RerunGraph):
         self._others = others
 
     def replay(self) -> None:
-        for graph in self._others:
+        for graph in self._others[self._others.index(self) + 1 :]:
             for output in graph.outputs:
                 output.fill_(JUNK)
         super().replay()

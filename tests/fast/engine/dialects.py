@@ -102,6 +102,119 @@ def with_own_width(config: Json, tensors: dict[str, Tensor]) -> None:
     tensors["lm_head.weight"] = torch.randn(97, 16, generator=noise) * 0.5
 
 
+def noise(seed: int) -> Callable[..., Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape, std=1.0: torch.randn(*shape, generator=generator) * std
+
+
+def with_convolutions(config: Json, tensors: dict[str, Tensor]) -> None:
+    """Convolve groups of 8 channels, of kernels that are far from the identity's."""
+    config["dflash_config"] |= {"conv_kernel_size": 2, "conv_group_size": 8}
+    draw, dtype = noise(11), tensors["norm.weight"].dtype
+    for layer in range(config["num_hidden_layers"]):
+        for part in ("attention", "mlp"):
+            base = draw(2, 2, 32, std=0.4)
+            base[:, 0] += 1
+            rows = draw(16, 32, std=0.3 * 32**-0.5)
+            tensors[f"layers.{layer}.{part}_conv.base_kernel"] = base.to(dtype)
+            tensors[f"layers.{layer}.{part}_conv.kernel_projection.weight"] = rows.to(dtype)
+
+
+def with_a_selector(config: Json, tensors: dict[str, Tensor]) -> None:
+    """Choose among 6 candidates by pairs whose scores are as large as the logits."""
+    config["architectures"] = ["DFlash2DraftModel"]
+    config["dflash_config"] |= {"selector_rank": 5, "selector_top_k": 6}
+    draw, vocab = noise(12), config["vocab_size"]
+    tensors["candidate_selector.predecessor_codebook"] = draw(vocab, 5)
+    tensors["candidate_selector.successor_codebook"] = draw(vocab, 5)
+    tensors["candidate_selector.hidden_projection.weight"] = draw(5, 32, std=32**-0.5)
+
+
+def as_dflash2(config: Json, tensors: dict[str, Tensor]) -> None:
+    with_convolutions(config, tensors)
+    with_a_selector(config, tensors)
+
+
+def with_capped_logits(config: Json, tensors: dict[str, Tensor]) -> None:
+    """Make logits large, so that the cap leaves little between candidates, and pairs decide."""
+    as_dflash2(config, tensors)
+    config["dflash_config"] |= {"output_multiplier": 3.0, "final_logit_softcapping": 4.0}
+
+
+def in_speculators_dflash2(config: Json, tensors: dict[str, Tensor]) -> None:
+    as_dflash2(config, tensors)
+    inner = dict(config["dflash_config"])
+    in_speculators_layout(config, tensors)
+    for name in ("d2t", "t2d", "lm_head.weight"):
+        del tensors[name]
+    tensors["lm_head.weight"] = noise(10)(97, 32, std=2 * 32**-0.5)
+    config["draft_vocab_size"] = 97
+    config |= {name: value for name, value in inner.items() if name.startswith(("conv", "selector"))}
+    config |= {"speculators_model_type": "dflash2", "architectures": ["DFlash2DraftModel"]}
+
+
+def with_a_markov_head(kind: str, rows: int | None = None) -> Callable[[Json, dict[str, Tensor]], None]:
+    """Bring DSpark's tables of rank 5, for a draft's vocabulary of `rows`, and a confidence head, which is not used."""
+
+    def rewrite(config: Json, tensors: dict[str, Tensor]) -> None:
+        draw, vocab = noise(13), config.get("vocab_size", 97)
+        keys = {"markov_rank": 5, "markov_head_type": kind, "enable_confidence_head": True}
+        config.get("dflash_config", config).update(keys | {"confidence_head_with_markov": True})
+        tensors["markov_head.markov_w1.weight"] = draw(vocab, 5)
+        tensors["markov_head.markov_w2.weight"] = draw(rows or vocab, 5)
+        sizes = {"gated": ("gate_proj", 5, 37), "rnn": ("joint_proj", 15, 42)}
+        if kind in sizes:
+            name, out, width = sizes[kind]
+            tensors[f"markov_head.{name}.weight"] = draw(out, width, std=2 * width**-0.5)
+            tensors[f"markov_head.{name}.bias"] = draw(out, std=0.5)
+        tensors["confidence_head.proj.weight"], tensors["confidence_head.proj.bias"] = draw(1, 37), draw(1)
+
+    return rewrite
+
+
+def in_deepspec_layout(config: Json, tensors: dict[str, Tensor]) -> None:
+    """Put all keys at the top level, without a Markov head, and bring both ends."""
+    config |= config.pop("dflash_config") | {"architectures": ["Qwen3DSparkModel"], "markov_rank": 0}
+    config |= {"num_anchors": 4, "markov_head_type": "vanilla"}
+    draw, vocab = noise(14), config["vocab_size"]
+    tensors["embed_tokens.weight"] = draw(vocab, 32, std=0.35)
+    tensors["lm_head.weight"] = draw(vocab, 32, std=2 * 32**-0.5)
+
+
+def in_deepspec_layout_with(kind: str) -> Callable[[Json, dict[str, Tensor]], None]:
+    def rewrite(config: Json, tensors: dict[str, Tensor]) -> None:
+        in_deepspec_layout(config, tensors)
+        with_a_markov_head(kind)(config, tensors)
+
+    return rewrite
+
+
+def in_specforge_layout(config: Json, tensors: dict[str, Tensor]) -> None:
+    config["architectures"] = ["DSparkDraftModel"]
+    config["dflash_config"] |= {"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0}
+    with_a_markov_head("vanilla")(config, tensors)
+
+
+def with_a_config_of_its_own(config: Json, tensors: dict[str, Tensor]) -> None:
+    """Nest DSpark's keys as SGLang does, beside those of the same meaning at the top level."""
+    in_specforge_layout(config, tensors)
+    config["dspark_config"] = config.pop("dflash_config")
+    config |= {"dspark_block_size": config["block_size"], "target_layer_ids": [0, 1, 2]}
+
+
+def in_speculators_dspark(config: Json, tensors: dict[str, Tensor]) -> None:
+    """Have a reduced vocabulary: the table of what comes before has the target's ids."""
+    in_speculators_layout(config, tensors)
+    config["speculators_model_type"] = "dspark"
+    with_a_markov_head("vanilla", len(tensors["lm_head.weight"]))(config, tensors)
+
+
+def with_an_anchors_row(config: Json, tensors: dict[str, Tensor]) -> None:
+    """Say by the number of drafts alone that row 0 does not predict."""
+    in_speculators_dspark(config, tensors)
+    config["speculators_config"]["proposal_methods"] = [{"speculative_tokens": config["block_size"] - 1}]
+
+
 SLIDES = {"layer_types": [SLIDING, FULL], "sliding_window": WINDOW}
 DIALECTS: dict[str, Dialect] = {
     "one sliding layer, causal inside the block": Dialect(SLIDES),
@@ -133,4 +246,19 @@ DIALECTS: dict[str, Dialect] = {
     "sample from anchor": Dialect({"sample_from_anchor": True}),
     "half the target's width": Dialect(rewrite=with_own_width),
     "lm_head tied to its own embedding": Dialect(rewrite=with_a_tied_head),
+    "DFlash2, sliding": Dialect(SLIDES | {"is_causal": False}, as_dflash2),
+    "DFlash2 with a cap": Dialect({"dflash_config.input_embedding_scale": 1.5}, with_capped_logits),
+    "DFlash2, speculators": Dialect(SLIDES, in_speculators_dflash2),
+    "convolutions alone": Dialect(rewrite=with_convolutions),
+    "a selector alone": Dialect(rewrite=with_a_selector),
+    "DeepSpec, rank 0": Dialect(rewrite=in_deepspec_layout),
+    "DSpark, vanilla": Dialect(rewrite=in_deepspec_layout_with("vanilla")),
+    "DSpark, gated": Dialect(rewrite=in_deepspec_layout_with("gated")),
+    "DSpark, rnn": Dialect(rewrite=in_deepspec_layout_with("rnn")),
+    "DSpark, SpecForge": Dialect(rewrite=in_specforge_layout),
+    "DSpark, dspark_config": Dialect(rewrite=with_a_config_of_its_own),
+    "DSpark, row 0 is the anchor": Dialect({"dflash_config.dspark_bonus_anchor": True}, in_specforge_layout),
+    "DSpark, speculators, reduced vocabulary": Dialect(rewrite=in_speculators_dspark),
+    "DSpark, speculators, 7 drafts": Dialect(rewrite=with_an_anchors_row),
+    "JetSpec's causal head": Dialect({"dflash_config.causal_head": True}),
 }

@@ -201,11 +201,9 @@ class Case:
         """Return True if the values can be combined.
 
         A sequence alone is not preempted. On pages of 128 hardly a sequence ever needs another page, and no prompt
-        fills one, so the cache finds nothing. Steps overlap if no request samples or has penalties. Layers
-        one by one are a way to compute, which pages and the cache do not see.
+        fills one, so the cache finds nothing. Layers one by one are a way to compute, which pages and the cache do not
+        see.
         """
-        if self.path == "overlap" and not (self.temperature == 0 and self.sampling in ("plain", "filters")):
-            return False
         if self.page_size == 128 or self.path == "layers":
             return not (self.preempted or self.cached)
         return not (self.preempted and self.concurrency == 1)
@@ -381,7 +379,8 @@ class Subject:
     def engine(self, case: Case) -> Engine:
         block = 1 if case.speculation == "off" else case.block_size
         pages = -(-(self.max_model_len + 2 * block) // case.page_size)
-        scratch = -(-(case.concurrency * block + 1) // case.page_size) if case.from_graphs else SCRATCH_PAGES
+        rows = case.concurrency * block + (case.path != "overlap")  # of the largest graph, where rows are not shared
+        scratch = -(-rows // case.page_size) if case.from_graphs else SCRATCH_PAGES
         with device_lengths() if case.path == "overlap" else nullcontext():
             return self._engine(case, block, pages + scratch if case.preempted else None)
 

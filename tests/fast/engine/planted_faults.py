@@ -173,14 +173,14 @@ def in_read(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
 
 
 def in_counts(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
-    add = TokenCounts._add
+    begin = TokenCounts.begin
 
-    def spoilt(counts: TokenCounts, *arrays: Any) -> Any:
-        if any(key[0] == "bad" for key, _ in counts._counted.values()):
+    def spoilt(counts: TokenCounts, sequences: Any) -> None:
+        begin(counts, sequences)
+        if any(key[0] == "bad" for key in counts._owners.values()):
             raise Planted("behind the notes of who is counted")
-        return add(counts, *arrays)
 
-    patch.setattr(TokenCounts, "_add", spoilt)
+    patch.setattr(TokenCounts, "begin", spoilt)
 
 
 def of_scheduler(method: str) -> Plant:
@@ -203,8 +203,8 @@ PHASES: dict[str, Plant] = {
     "chunk": of_scheduler("_chunk"),
     "build": in_build,
     "draft": during("draft"),
-    "choose": during("choose"),
-    "behind choose": during("choose", behind=True),
+    "target": during("deciding"),
+    "behind target": during("deciding", behind=True),
     "context": in_context,
     "verify": during("verify"),
     "behind verify": during("verify", behind=True),

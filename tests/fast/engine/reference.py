@@ -222,7 +222,8 @@ class ReferenceDraft:
     """A DFlash v1 draft in the dtype of its target.
 
     `block_size` overrides the checkpoint's (a smaller block is allowed). A draft file that brings `embed_tokens` or
-    `lm_head` keeps its own.
+    `lm_head` keeps its own. By its tensors it may have DFlash2's convolutions, its selector, or a Markov head of
+    DSpark, whose formulas (shared/DRAFTS.md, 1.3 to 1.5) are loops over floats.
     """
 
     def __init__(self, folder: Path | str, target: Target, block_size: int | None = None) -> None:
@@ -231,7 +232,7 @@ class ReferenceDraft:
         if "transformer_layer_config" in config:
             config = config["transformer_layer_config"] | config
             config["target_layer_ids"] = [layers - 1 for layers in config["aux_hidden_state_layer_ids"]]
-        config |= config.get("dflash_config", {})
+        config |= config.get("dflash_config", {}) | config.get("dspark_config", {})
         dflash = config
         self.target = target
         self.block_size: int = block_size or dflash["block_size"]
@@ -250,9 +251,20 @@ class ReferenceDraft:
             kinds = ["sliding_attention"] * self.num_layers
         window = config.get("swa_window_size") or config.get("sliding_window")
         self.windows = [window if kind == "sliding_attention" else None for kind in kinds]
-        stated = [config[key] for key in ("is_causal", "causal") if config.get(key) is not None]
+        if config.get("speculators_model_type") == "dflash2":
+            config["is_causal"] = not config.get("sliding_window_non_causal", True)
+        stated = [config[key] for key in ("is_causal", "causal", "causal_head") if config.get(key) is not None]
         self.causal = [(stated or [window is not None])[0] for window in self.windows]
-        self.first = 0 if config.get("sample_from_anchor") else 1
+        is_dspark = bool(config.get("markov_rank")) or config.get("architectures") == ["Qwen3DSparkModel"]
+        is_dspark |= "dspark" in (config.get("projector_type"), config.get("speculators_model_type"))
+        samples = config.get("sample_from_anchor", is_dspark and not config.get("dspark_bonus_anchor"))
+        (method,) = config.get("speculators_config", {}).get("proposal_methods", [{}])
+        samples = method.get("speculative_tokens", 99 * samples) >= self.block_size
+        self.first = 0 if samples else 1
+        self.top_k: int = config.get("selector_top_k", 16)
+        self.multiplier: float = config.get("output_multiplier", 1.0)
+        self.softcap: float | None = config.get("final_logit_softcapping")
+        self.embedding_scale: float = config.get("input_embedding_scale", 1.0)
 
         files = sorted(folder.glob("*.safetensors"))
         tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
@@ -263,6 +275,11 @@ class ReferenceDraft:
         tied = config.get("tie_word_embeddings") and "embed_tokens.weight" in self.weights
         head = self.embedding if tied else target.get_output_embeddings().weight.detach()
         self.head = self.weights.get("lm_head.weight", head)
+        tables = ("candidate_selector.predecessor_codebook", "markov_head.markov_w1.weight")
+        tables += ("candidate_selector.successor_codebook", "markov_head.markov_w2.weight")
+        self.pair_tables = [self.weights[name] for name in tables if name in self.weights]
+        mask_file = folder / "mask_embedding.pt"
+        self.mask_row = torch.load(mask_file, weights_only=True)["embedding"] if mask_file.exists() else None
 
     # The pieces of section 1, in order.
 
@@ -287,11 +304,37 @@ class ReferenceDraft:
         block_ids = torch.tensor([anchor] + [self.mask_token_id] * (self.block_size - 1))
         positions = torch.arange(n - 1, n - 1 + self.block_size)
         x = F.embedding(block_ids, self.embedding)
+        if self.mask_row is not None:
+            x = torch.cat((x[:1], self.mask_row.expand(self.block_size - 1, -1)))
+        x = x * self.embedding_scale
         for layer in range(self.num_layers):
             name = f"layers.{layer}"
-            x = x + self._attention(self._norm(x, f"{name}.input_layernorm"), layer, positions, context[layer])
-            x = x + self._mlp(self._norm(x, f"{name}.post_attention_layernorm"), f"{name}.mlp")
+            normed, side = self._norm(x, f"{name}.input_layernorm"), f"{name}.attention_conv"
+            out = self._attention(self._convolved(normed, normed, side, 0), layer, positions, context[layer])
+            x = x + self._convolved(out, normed, side, 1)
+            normed, side = self._norm(x, f"{name}.post_attention_layernorm"), f"{name}.mlp_conv"
+            out = self._mlp(self._convolved(normed, normed, side, 0), f"{name}.mlp")
+            x = x + self._convolved(out, normed, side, 1)
         return self._norm(x, "norm")
+
+    def _convolved(self, z: Tensor, normed: Tensor, name: str, side: int) -> Tensor:
+        """Rows [b, H] after one side's convolution, whose kernels come from the normed rows."""
+        if f"{name}.base_kernel" not in self.weights:
+            return z
+        base = self.weights[f"{name}.base_kernel"].tolist()
+        change = (normed @ self.weights[f"{name}.kernel_projection.weight"].T).tolist()
+        groups = len(change[0]) // 4
+        size = z.shape[1] // groups
+        rows = z.tolist()
+        out = []
+        for p, row in enumerate(rows):
+            kernels = [
+                [base[side][tap][c] + change[p][(side * 2 + tap) * groups + c // size] for c in range(len(row))]
+                for tap in (0, 1)
+            ]
+            before = rows[p - 1] if p else [0.0] * len(row)
+            out.append([kernels[0][c] * row[c] + kernels[1][c] * before[c] for c in range(len(row))])
+        return torch.tensor(out, dtype=z.dtype)
 
     @torch.no_grad()
     def block_logits(self, features: Tensor, anchor: int, n: int) -> Tensor:
@@ -304,8 +347,40 @@ class ReferenceDraft:
 
     def propose(self, features: Tensor, anchor: int, n: int) -> list[int]:
         """The b - 1 drafted tokens for positions n .. n + b - 2, or b of them from n on."""
-        best = self.block_logits(features, anchor, n).argmax(dim=-1).tolist()
-        return [token + (0 if self.offsets is None else int(self.offsets[token])) for token in best]
+        hidden = self.block_hidden(features, anchor, n)[self.first :]
+        logits = F.linear(hidden, self.head).float()
+        best = self._path(hidden, logits, anchor) if self.pair_tables else logits.argmax(dim=-1).tolist()
+        return [self._of_target(token) for token in best]
+
+    def _of_target(self, token: int) -> int:
+        return token + (0 if self.offsets is None else int(self.offsets[token]))
+
+    def _path(self, hidden: Tensor, logits: Tensor, anchor: int) -> list[int]:
+        """The draft's tokens on the path, each the best of its row's `top_k` after the token before it."""
+        before_table, after_table = self.pair_tables
+        token, path = anchor, []
+        state = torch.zeros(after_table.shape[1])
+        for h, row in zip(hidden, logits.tolist(), strict=True):
+            before = before_table[token]
+            after_of = before
+            if "candidate_selector.hidden_projection.weight" in self.weights:
+                after_of = before * self._linear(h, "candidate_selector.hidden_projection")
+            elif "markov_head.gate_proj.weight" in self.weights:
+                after_of = before * self._linear(torch.cat((h, before)), "markov_head.gate_proj").sigmoid()
+            elif "markov_head.joint_proj.weight" in self.weights:
+                gate, new, out = self._linear(torch.cat((state, before, h)), "markov_head.joint_proj").chunk(3)
+                state = gate.sigmoid() * state + (1 - gate.sigmoid()) * new.tanh()
+                after_of = out.tanh()
+            scores = {}
+            for candidate in sorted(range(len(row)), key=lambda i: (-row[i], i))[: self.top_k]:
+                unary = row[candidate] * self.multiplier
+                if self.softcap:
+                    unary = self.softcap * math.tanh(unary / self.softcap)
+                pairs = zip(after_of.tolist(), after_table[candidate].tolist(), strict=True)
+                scores[candidate] = unary + sum(a * b for a, b in pairs)
+            path.append(max(scores, key=lambda candidate: scores[candidate]))
+            token = self._of_target(path[-1])
+        return path
 
     def _attention(self, x: Tensor, layer: int, positions: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
         """Every block row over the context and the block, as far as its layer lets it look."""

@@ -182,7 +182,7 @@ def test_without_a_compiler_weights_lie_in_columns_and_products_are_pytorchs(mon
     with caplog.at_level("DEBUG"):
         backend, weight = CpuBackend(CPU), drawn(6, 8, dtype=torch.float32)
         packed = backend.pack_weight(weight)
-        backend.tune()
+        backend.end_of_load(tune=True)
     assert "PyTorch's own, because there is no g++" in caplog.text and packed.t().is_contiguous()
     assert "by one operator" not in caplog.text
     x = drawn(3, 8, dtype=torch.float32, seed=1)
@@ -195,10 +195,10 @@ def test_products_of_a_large_model_are_timed_and_the_rows_of_the_operator_are_lo
     backend, times = CpuBackend(CPU), {8: (1.0, 1.0), 16: (1.0, 0.92), 32: (1.0, 0.9), 64: (1.0, 2.0)}
     backend.pack_weight(drawn(1024, 1024, dtype=torch.float32))
     with caplog.at_level("DEBUG"):
-        backend.tune()
+        backend.end_of_load(tune=True)
         assert re.search(r"forwards by one operator: up to \d+ rows$", caplog.messages[-1])
         monkeypatch.setattr(linear, "_times", lambda out, size, dtype, rows, threads: times[rows])
-        backend.tune()
+        backend.end_of_load(tune=True)
     assert caplog.messages[-1].endswith("up to 16 rows"), "more than a tenth slower at 32"
     multiply_here(torch.float32)
 
@@ -368,12 +368,12 @@ def test_pytorch_has_threads_for_steps_of_many_rows_alone(monkeypatch):
     large.pack_weight(torch.zeros(5, 4))
     assert threads_of_steps(large) == [1, 1, 3]
     monkeypatch.setattr(linear, "tune", lambda weights: 1)
-    large.tune()
+    large.end_of_load(tune=True)
     assert threads_of_steps(large) == [1, 3, 3]
     multiply_here(torch.float32)
     mixed.pack_weight(torch.zeros(5, 4))
     mixed.empty_experts(torch.zeros(1), 2, 2, 2)
-    mixed.tune()
+    mixed.end_of_load(tune=True)
     assert threads_of_steps(mixed) == [3, 3, 3]
     x, weight = drawn(2, 1000, dtype=torch.float32), drawn(50, 1000, dtype=torch.float32, seed=1)
     assert torch.equal(mixed.linear(x, weight), F.linear(x, weight)), "more than one row is PyTorch's here, too"

@@ -174,7 +174,7 @@ def test_loading_takes_little_more_than_the_result(tmp_path, shape, dtype, tenso
     with LiveBytes() as live:
         weights = SafetensorsWeights(pair.target, CPU, dtype)
         get = weights.get
-        weights.get = lambda *asked: live.note(get(*asked))  # type: ignore[method-assign]
+        weights.get = lambda *asked, **part: live.note(get(*asked, **part))  # type: ignore[method-assign]
         family = type("Family", (Target,), {"expert_layout": ExpertLayout(interleaved=interleaved)})
         target = family(target_config(read_config(pair.target)), weights, TorchBackend(CPU))
         peak = live.peak

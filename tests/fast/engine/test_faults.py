@@ -129,7 +129,7 @@ def test_pages_that_may_hold_nan_are_found_by_no_sequence(pair: Pair):
 
 @pytest.mark.parametrize(("live_part", "make"), [(True, engine_of), (False, engine_of), (True, overlapping)])
 def test_who_shares_pages_with_nan_is_computed_anew_and_says_what_it_would_have_said(pair, live_part, make):
-    sampling = SamplingParams() if make is overlapping else SamplingParams(temperature=0.7, seed=4)
+    sampling = SamplingParams(temperature=0.7, seed=4, frequency_penalty=0.5 * (make is overlapping))
     first, second = (Request(name, (*range(20), last), 16, sampling) for name, last in (("first", 30), ("second", 31)))
     plain = undisturbed(engine_of(pair), [second])
     run = Run(make(pair, prefix_caching=True), [first]).until(3, "first")
@@ -239,7 +239,7 @@ def test_context_kv_that_waits_survives_the_step_that_fails(lucky: Pair, monkeyp
     forward = engine.core.runner.forward
     assert forward.pending_context.num_steps > 2
     with monkeypatch.context() as patch:
-        during("choose", behind=True)(patch, engine.core)
+        during("deciding", behind=True)(patch, engine.core)
         run.step()
     forward.pending_context.write()
     seq = run.sequence("r0")

@@ -259,7 +259,7 @@ def said(reference: HybridReference, asked: list[Request]) -> dict[str, list[int
 
 
 @pytest.mark.parametrize(
-    "phase", fast_ones(["build", "choose", "behind choose", "behind verify", "read"], ("behind choose", "read"))
+    "phase", fast_ones(["build", "target", "behind target", "behind verify", "read"], ("behind target", "read"))
 )
 def test_a_batch_that_fails_is_run_in_halves_and_no_row_is_committed_twice(pair, reference, phase, monkeypatch):
     good, engine = requests(3), faulty(pair)
@@ -431,9 +431,9 @@ def test_a_text_part_that_contradicts_the_whole_is_refused(pair: Pair):
 
 
 def test_a_quantisation_of_the_whole_is_refused_for_its_text_part(pair: Pair):
-    fp8 = {"quantization_config": {"quant_method": "fp8"}}
-    whole = {"model_type": "qwen3_5", "text_config": changed(pair.target), **fp8}
-    with pytest.raises(UnsupportedError, match=r"quantization_config\.quant_method = 'fp8' is not supported yet"):
+    awq = {"quantization_config": {"quant_method": "awq"}}
+    whole = {"model_type": "qwen3_5", "text_config": changed(pair.target), **awq}
+    with pytest.raises(UnsupportedError, match=r"quantization_config\.quant_method = 'awq' is not supported yet"):
         target_config(whole)
 
 

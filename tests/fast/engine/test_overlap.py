@@ -11,9 +11,9 @@ import torch
 
 from app.engine.schedule.batch import Batch
 from app.engine.sequence import NOT_FINITE
-from app.messages import Request, SamplingParams
+from app.messages import Request
 from tests.costs import fast_ones
-from tests.fast.engine.device_lengths import device_lengths
+from tests.fast.engine.device_lengths import DeviceLengthsBackend, device_lengths
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.launch_log import Log
 from tests.fast.engine.lossless import LUCKY
@@ -50,7 +50,7 @@ def test_the_next_step_is_launched_before_a_step_is_read(lucky: Pair):
     (request,) = requests(1)
     run = Run(engine, [request]).to_the_end()
     last = len(log.batches) - 1
-    assert last >= 5 and log.batches[0].prefills and log.overlapped == list(range(2, last + 1))
+    assert last >= 5 and log.batches[0].prefills and log.overlapped == list(range(1, last + 1))
     reads = [event for event in log.events if event[0] == "read"]
     assert reads[:last] == [("read", n) for n in range(last)], "in order, and each once"
     assert run.texts == undisturbed(eager(lucky), [request])
@@ -66,24 +66,68 @@ def test_without_graphs_nothing_overlaps(lucky: Pair):
 def test_steps_count_why_the_next_one_was_not_ahead(lucky: Pair):
     reasons = set[str]()
     overlapping(lucky).core.run(requests(2), lambda step: reasons.add(step.stats.not_ahead))
-    assert reasons == {"", "prefill", "end"}
+    assert reasons == {"", "end"}
+    long = Request("long", tuple(range(5)) * 9, 4)
+    overlapping(lucky, max_num_batched_tokens=40).core.run([long], lambda step: reasons.add(step.stats.not_ahead))
+    assert reasons == {"", "prefill", "end"}, "a prompt's last part is known to be one"
     reasons.clear()
     eager(lucky).core.run(requests(2), lambda step: reasons.add(step.stats.not_ahead))
     assert reasons == {""}, "only engines that overlap count them"
 
 
+ASKED: dict[str, dict[str, Any]] = {
+    "drawn": {"temperature": 0.8},
+    "short": {"temperature": 0.8, "top_k": 3, "top_p": 0.9},
+    "open": {"temperature": 1.2, "top_p": 0.7, "min_p": 0.05},
+    "counted": {"frequency_penalty": 0.3, "repetition_penalty": 1.3},
+    "all": {"temperature": 0.9, "top_k": 4, "presence_penalty": 0.6},
+}
+
+
 @pytest.mark.parametrize("speculate", [True, False])
-def test_who_draws_his_tokens_or_counts_them_is_waited_for(lucky: Pair, speculate: bool):
-    greedy, drawn = requests(2, speculate=speculate)
-    drawn = Request(
-        drawn.request_id, drawn.token_ids, 8, sampling=SamplingParams(temperature=0.8, seed=1, frequency_penalty=0.3)
-    )
+@pytest.mark.parametrize("asked", [*ASKED, "together"])
+def test_who_draws_his_tokens_or_counts_them_overlaps(lucky: Pair, speculate: bool, asked: str):
+    every = [{}, ASKED[asked]] if asked != "together" else [{}, *ASKED.values()]
+    mine = [
+        flat_request(f"r{i}", (i % 5, 1, 2), 14 + i, seed=i, speculate=speculate, **each)
+        for i, each in enumerate(every)
+    ]
+    engine = overlapping(lucky, max_num_seqs=6)
+    log = Log(engine.core)
+    run = Run(engine, mine).to_the_end()
+    assert log.overlapped == list(range(1, len(log.batches)))
+    assert run.texts == undisturbed(eager(lucky, max_num_seqs=6), mine)
+
+
+BY_HOST: list[dict[str, Any]] = [
+    {"logit_bias": ((1, 2.0),), "presence_penalty": 0.4},
+    {"temperature": 1.0, "top_k": 200},
+    {"temperature": 1.0, "min_tokens": 9, "frequency_penalty": 0.4},
+]
+
+
+@pytest.mark.parametrize("asked", BY_HOST[:2], ids=str)
+def test_who_needs_the_host_is_waited_for(lucky: Pair, asked: dict[str, Any]):
+    mine = [*requests(1), flat_request("host", (1, 2), 8, seed=3, **asked)]
     engine = overlapping(lucky)
     log = Log(engine.core)
-    run = Run(engine, [greedy, drawn]).to_the_end()
+    run = Run(engine, mine).to_the_end()
     both = [n for n, batch in enumerate(log.batches) if len(batch.shares) == 2]
     assert log.overlapped and not set(both) & set(log.overlapped)
-    assert run.texts == undisturbed(eager(lucky), [greedy, drawn])
+    assert run.texts == undisturbed(eager(lucky), mine)
+
+
+def test_where_graphs_hold_no_draws_they_are_waited_for(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
+    """As on several ranks, and with --batch-invariant."""
+    mine = [*requests(1), flat_request("drawn", (1, 2), 8, seed=3, **ASKED["all"])]
+    expected = undisturbed(eager(lucky), mine)
+    monkeypatch.setattr(DeviceLengthsBackend, "batch_invariant", True)
+    engine = overlapping(lucky)
+    log = Log(engine.core)
+    run = Run(engine, mine).to_the_end()
+    both = [n for n, batch in enumerate(log.batches) if len(batch.shares) == 2]
+    assert log.overlapped and not set(both) & set(log.overlapped)
+    assert run.texts == expected
 
 
 # Ends, which are known a step late
@@ -147,8 +191,9 @@ def test_who_is_aborted_with_a_step_in_flight_frees_its_pages_at_once(lucky: Pai
     for request in asked[3:]:
         run.texts[request.request_id] = []
         run.core.add(request)
+    before = len(log.batches)
     run.step()
-    assert bool(log.batches[-1].prefills) == everyone, "no sequence waits for a step of ended ones"
+    assert any(batch.prefills for batch in log.batches[before:]) == everyone, "none waits for a step of ended ones"
     run.to_the_end()
     assert run.texts == {name: text for name, text in expected.items() if name not in gone}
 
@@ -171,7 +216,9 @@ def test_whatever_comes_and_goes_all_say_what_they_say_alone(lucky: Pair, verify
             prompt = tuple(rng.choices(range(2), k=3)) * rng.choice((1, 2, 8, 9))
             name = f"{len(asked)}"
             stop = frozenset([rng.randrange(5)] if rng.random() < 0.3 else [])
-            asked[name] = Request(name, prompt, rng.randint(1, 40), stop_token_ids=stop, speculate=rng.random() < 0.8)
+            sampling = rng.choice([{}, *ASKED.values(), *BY_HOST]) | {"seed": len(asked)}
+            speculate, most = rng.random() < 0.8, rng.randint(1, 40)
+            asked[name] = flat_request(name, prompt, most, stop_token_ids=stop, speculate=speculate, **sampling)
             texts[name] = []
             live.append(name)
             core.add(asked[name])
@@ -230,11 +277,11 @@ def test_what_refused_drafts_leave_is_scrubbed_and_not_what_was_written_since(pa
 
     def spoilt(batch: Batch) -> Any:
         pending = launch(batch)
-        line = next((i for i, rows in enumerate(batch.decodes) if rows.seq.request.request_id == "r1"), None)
-        if line is None or batch.prefills:
+        line = next((i for i, rows in enumerate(batch.sampling) if rows.seq.request.request_id == "r1"), None)
+        if line is None:
             return pending
-        rows, verified = batch.decodes[line], runner.graphs.verified
-        start = ends[0] if rows.prev_row >= 0 else rows.start
+        rows, verified = batch.sampling[line], runner.graphs.verified
+        start = ends[0] if rows.prev_row >= 0 else rows.end - rows.num_drafts - 1
         accepted = int(verified[line, -1])
         ends[0] = start + accepted + 1
         if len(log.batches) % 3 == 0 and accepted < rows.num_drafts:
@@ -304,7 +351,7 @@ def test_a_fault_that_passes_costs_no_sequence_a_token(lucky, where, ahead, monk
 
     def once(batch: Batch) -> Any:
         pending = launch(batch)
-        if not planted and (batch.decodes[0].prev_row >= 0) == ahead and not batch.prefills:
+        if not planted and batch.decodes and (batch.decodes[0].prev_row >= 0) == ahead:
             planted.append(batch)
             if where == "launch":
                 raise Planted

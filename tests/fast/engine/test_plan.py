@@ -9,6 +9,7 @@ import torch
 from app.config.engine import EngineConfig
 from app.engine.checkpoint.read import read_checkpoints
 from app.engine.device.factory import make_backend
+from app.engine.load.memory import bytes_per_token
 from app.engine.load.plan import make_plan
 from tests.fast.engine.pairs import Pair, make_pair
 
@@ -48,3 +49,11 @@ def test_a_rank_has_its_share_of_the_heads(pair: Pair) -> None:
         assert plan.draft is not None and plan.sharing == 2
         assert share.draft is not None and 2 * share.target.num_heads == plan.target.num_heads
         assert share.draft.decoder.num_heads * (1 if whole else 2) == plan.draft.decoder.num_heads
+
+
+def test_each_of_four_ranks_has_one_of_two_kv_heads_and_the_memory_for_it(pair: Pair) -> None:
+    config = EngineConfig(pair.target, pair.draft, device="cpu", tensor_parallel_size=4)
+    plan = make_plan(config, read_checkpoints(config), make_backend("cpu"))
+    for whole, share in zip(plan.decoders, plan.shard(4).decoders, strict=True):
+        assert (whole.num_kv_heads, share.num_kv_heads, share.num_heads) == (2, 1, 1)
+        assert 2 * bytes_per_token(share, plan.dtype) == bytes_per_token(whole, plan.dtype)

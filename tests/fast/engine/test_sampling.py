@@ -18,18 +18,23 @@ from torch import Tensor
 from app.engine.device.torch import TorchBackend
 from app.engine.load.engine import Engine
 from app.engine.sampling import filters
-from app.engine.sampling.metadata import SHORTLIST, CountedTokens, Filters, Penalties, SamplingMetadata
+from app.engine.sampling.metadata import SHORTLIST, CountedTokens, Filters, Kind, Penalties, SamplingMetadata
 from app.engine.sampling.noise import noise_states
 from app.engine.sampling.penalties import TokenCounts, penalise
 from app.engine.sampling.sampler import Sampler, on_device
 from app.engine.schedule.batch import Batch, ScheduledSequence
+from app.engine.sequence import NOT_FINITE
 from app.engine.sequence import Sequence as EngineSequence
 from app.engine.step.inputs import Layout
 from app.messages import Request, SamplingParams
 from tests.costs import fast_ones
 from tests.fast.engine.flat_request import flat_request
+from tests.fast.engine.lossless import LUCKY
+from tests.fast.engine.lossless import make_engine as make_plain
 from tests.fast.engine.pairs import Pair, make_pair
 from tests.fast.engine.planted import PlannedRun, make_engine
+from tests.fast.engine.planted_faults import engine_of as eager
+from tests.fast.engine.planted_faults import overlapping
 from tests.fast.engine.reference import (
     PLAIN,
     Decision,
@@ -333,7 +338,7 @@ class Step:
         counts = counts or TokenCounts(64, self.vocab, backend)
         self.batch.block_rows = self.block
         inputs = Layout(page_size=4).build(self.batch)
-        draws = on_device(inputs.sampling, self.drafts, counts, backend)
+        draws, _ = on_device(inputs.sampling, self.drafts, counts, backend)
         return Sampler(self.vocab, backend).choose(self.logits, torch.eye(self.vocab), draws).tolist()
 
     def decisions(self) -> list[tuple[Request, Decision]]:
@@ -407,8 +412,8 @@ def test_a_row_with_few_candidates_is_the_same_whether_that_is_known_or_not(back
     for logits in (normal(count, vocab), normal(count, vocab).round(), normal(count, vocab, scale=0.01)):
         found = []
         for short in (True, False):
-            of = replace(filters_of([Sampling(top_k=top_k, top_p=0.9)] * count), short=short)
-            draws = SamplingMetadata(rows.tolist(), rows, torch.ones(count), states, filters=of)
+            of = replace(filters_of([Sampling(top_k=top_k, top_p=0.9)] * count), form="short" if short else "long")
+            draws = SamplingMetadata(Kind("short", penalised=False), rows, torch.ones(count), states, filters=of)
             found.append(sampler.choose(logits, torch.eye(vocab), [draws]).tolist())
         assert found[0] == found[1]
 
@@ -441,11 +446,12 @@ def test_the_rows_of_a_block_worked_out_by_hand():
         batch_slot=torch.ones(rows, dtype=torch.int32),
         place=torch.arange(rows, dtype=torch.int32),
         draft_index=torch.zeros(rows, dtype=torch.int32),
+        counted_in=torch.empty(0, dtype=torch.int32),
         counted=[],
-        drafts=torch.tensor([[2, 1, 2]] * rows, dtype=torch.int32),
-        counts=(
+        seen=(
             torch.tensor([[9, 9, 9, 9], [0, 1, 0, 0]], dtype=torch.int32),
             torch.tensor([[True] * 4, [True, False, False, False]]),
+            torch.tensor([[2, 1, 2]], dtype=torch.int32),
         ),
     )
     found = penalise(torch.tensor([[4.0, 4.0, -4.0, 4.0]] * rows), of)
@@ -477,6 +483,7 @@ def test_counts_are_right_while_sequences_come_go_and_change_batch_slots(backend
                 waiting.append(leaving)
                 left[leaving] = leaving.batch_slot
             leaving.batch_slot = -1
+            leaving.num_ended_runs += 1
         if waiting and free:
             seq = waiting.pop()
             seq.batch_slot = rng.choice(sorted(free))
@@ -484,18 +491,65 @@ def test_counts_are_right_while_sequences_come_go_and_change_batch_slots(backend
             running.append(seq)
             if seq in left:
                 moved, stayed = moved + (left[seq] != seq.batch_slot), stayed + (left[seq] == seq.batch_slot)
-        for seq in running:
-            seq.token_ids += [rng.randrange(vocab) for _ in range(rng.randint(0, 3))]
-        asked = [seq for seq in running if rng.random() < 0.7]
-        emitted, prompted = counts.of(
-            CountedTokens(seq.key, seq.batch_slot, len(seq.request.token_ids), seq.token_ids) for seq in asked
+        if rng.random() < 0.02:
+            counts.forget()
+        counts.begin(
+            CountedTokens(seq.key, seq.batch_slot, len(seq.request.token_ids), seq.token_ids) for seq in running
         )
+        emitted, prompted = counts.tensors
         assert (emitted.dtype, prompted.dtype) == (torch.int32, torch.bool)
-        for seq in asked:
+        for seq in running:
             answer = Counter(seq.token_ids[len(seq.request.token_ids) :])
             assert emitted[seq.batch_slot].tolist() == [answer[token] for token in range(vocab)]
             assert prompted[seq.batch_slot].tolist() == [token in seq.request.token_ids for token in range(vocab)]
+        lines = rng.sample(range(batch_slots + 2), len(running))
+        slots, result = (
+            [-1] * (batch_slots + 2),
+            [[rng.randrange(vocab) for _ in range(4)] + [rng.randrange(4)] for _ in range(batch_slots + 2)],
+        )
+        for line, seq in zip(lines, running, strict=True):
+            slots[line], (*tokens, accepted) = seq.batch_slot, result[line]
+            if rng.random() < 0.1:  # is not finite, and is read again
+                result[line][rng.randint(0, accepted)] = NOT_FINITE
+                seq.num_ended_runs += 1
+            else:
+                seq.token_ids += tokens[: accepted + 1]
+        none = torch.empty(0)
+        of = Penalties(*[none] * 6, torch.tensor(slots, dtype=torch.int32), [])
+        draws = SamplingMetadata(Kind("", penalised=True), none, none, none, penalties=of)
+        counts.move([draws, replace(draws, penalties=None)], torch.tensor(result))
     assert moved > 30 and stayed > 10
+
+
+@pytest.mark.parametrize("make", [eager, overlapping])
+def test_a_sequence_that_is_read_again_is_counted_again(tmp_path, make: Callable[..., Engine]):
+    """The device has counted drafts that the host dropped. The last chunk of 16 tokens ends one row before the answer's
+    next token, so that row decodes."""
+    pair, prompt = make_pair(tmp_path, **LUCKY), [i * 3 % 5 for i in range(24)]
+    sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "max_model_len": 96}
+    core = make(pair, prefix_caching=True, **sizes).core
+    core.run([flat_request("first", prompt, 1)])  # its pages are found, so what is not finite may be theirs
+    asked = flat_request("r", prompt, 24, frequency_penalty=0.5, presence_penalty=0.3)
+    launch, spoilt_at = core.launch, list[int]()
+
+    def spoilt(batch: Batch) -> Any:
+        pending = launch(batch)
+        read = pending.read
+
+        def once() -> Any:
+            result = read()
+            (share,), (accepted,) = batch.sampling or [None], result.num_accepted or [0]
+            if accepted and not spoilt_at and (share.seq.num_tokens - 1) % 16 == 0:
+                spoilt_at.append(share.seq.num_tokens)
+                result.tokens[0][accepted] = NOT_FINITE
+            return result
+
+        pending.read = once
+        return pending
+
+    core.launch = spoilt
+    assert core.run([asked]) == make_plain(pair.target, None, **sizes).core.run([asked])
+    assert spoilt_at
 
 
 def test_memory_for_counts_is_taken_when_the_first_penalty_comes(engine_of, text, monkeypatch: pytest.MonkeyPatch):

@@ -39,6 +39,13 @@ def settled(block_size: int = 8, **wishes: int) -> Sizes:
 # Sizes
 
 
+@pytest.mark.parametrize(("block_size", "seqs"), [(1, 256), (16, 64)])
+def test_with_a_draft_a_device_may_run_fewer_sequences_by_default(block_size: int, seqs: int) -> None:
+    defaults = Defaults(dtype=torch.float32, page_size=16, max_num_seqs=256, max_blocks=64)
+    assert settle_sizes(asked(), block_size, LIMIT, defaults).max_num_seqs == seqs
+    assert settle_sizes(asked(max_num_seqs=200), block_size, LIMIT, defaults).max_num_seqs == 200
+
+
 @pytest.mark.parametrize(
     ("block_size", "wishes", "sizes"),
     [

@@ -1,6 +1,8 @@
 """A start is timed for at most ten seconds, by a clock of its own: no real time is asserted."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -180,3 +182,13 @@ def test_timed_steps_stay_within_the_positions_of_a_sequence(page_size: int, max
     assert max(share.end for share in batch.shares) <= max(sizes.padded_len, sizes.max_num_batched_tokens)
     assert all(share.end <= len(share.seq.pages) * page_size for share in batch.shares)
     assert max(len(share.seq.pages) for share in batch.shares) <= max(sizes.pages_per_sequence, 2)
+
+
+def test_the_widest_step_that_is_measured_draws_with_penalties(tmp_path: Path) -> None:
+    """Their counts are taken with graphs, when nothing measures them any more."""
+    pair = make_pair(tmp_path, vocab_size=32)
+    runner = make_engine(pair.target, pair.draft, max_num_seqs=2, max_model_len=64, page_size=16).core.runner
+    sizes = replace(SIZES, block_size=8, max_model_len=64, max_num_seqs=2, max_num_batched_tokens=64)
+    backend: Any = SimpleNamespace(peak_memory=lambda run: len(run().tokens))
+    assert time_steps.step_memory(lambda num_pages: runner, backend, sizes) == sizes.max_num_seqs
+    assert "tensors" in vars(runner.counts)

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,11 +19,12 @@ from app.engine.cpu.backend import CpuBackend
 from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, LayerKv, ProjectedRows
 from app.engine.device.factory import make_backend
 from app.engine.device.torch import Call, TorchBackend
+from app.engine.device.transfer import Packed
 from app.engine.dflash.self_test import check_attention
 from app.engine.errors import UnsupportedError
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.rope import RotaryTable
-from app.engine.sampling.metadata import SamplingMetadata
+from app.engine.sampling.metadata import Kind, SamplingMetadata
 from app.engine.sampling.noise import noise_states
 from app.engine.sampling.sampler import Sampler
 from tests.fast.engine.paged import Paged
@@ -442,18 +444,19 @@ def test_logits_are_never_made_for_more_rows_than_a_chunk_has(backend, monkeypat
     assert counting.made == [3, 3, 2]
 
 
-def test_an_accelerator_reads_the_lm_head_once_for_32_whole_blocks_unless_rows_are_drawn():
+def test_an_accelerator_reads_the_lm_head_once_for_32_whole_blocks_and_again_for_drawn_rows_of_many():
     counting = Counting(CPU)
     counting.device, counting.memory_is_host = torch.device("meta"), False
     vocab_size, rows = 151_936, 32 * 16 + 1
     sampler = Sampler(vocab_size, counting)
     hidden, lm_head = (torch.empty(size, 4, device="meta") for size in (rows, vocab_size))
     drawn = torch.ones(1, device="meta")
-    draws = SamplingMetadata([rows - 1], drawn.long(), temperature=drawn, state=drawn.int())
+    draws = SamplingMetadata(Kind("", penalised=False), drawn.long(), temperature=drawn, state=drawn.int())
     sampler.choose(hidden, lm_head)
     sampler.propose(hidden, lm_head)
     sampler.choose(hidden, lm_head, [draws])
-    assert counting.made == [rows, rows, 441, 72]
+    sampler.choose(hidden[:441], lm_head, [draws])
+    assert counting.made == [rows, rows, rows, 1, 441]
 
 
 class Counting(TorchBackend):
@@ -466,6 +469,15 @@ class Counting(TorchBackend):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         self.made.append(x.shape[0])
         return super().linear(x, weight, bias)
+
+
+def test_fewer_numbers_than_there_is_room_for_go_on_with_the_last_and_tables_with_zeros(backend):
+    room = {"table": np.ones((2, 3), np.int32), "rows": np.ones(5, np.int32), "shares": np.ones(3, np.float32)}
+    packed = Packed(room | {"slots": np.ones(2, np.int64)}, backend)
+    given = {"table": np.array([[1, 2], [3, 4]], np.int32), "rows": np.array([7, 8], np.int32)}
+    packed.send(given | {"shares": np.array([0.5], np.float32), "slots": np.array([5, 6], np.int64)})
+    found = {name: tensor.tolist() for name, tensor in packed.tensors.items()}
+    assert found == {"table": [[1, 2, 0], [3, 4, 0]], "rows": [7, 8, 8, 8, 8], "shares": [0.5] * 3, "slots": [5, 6]}
 
 
 def test_greedy_ties_go_to_the_lowest_id(backend):
@@ -493,5 +505,7 @@ def test_glibc_is_asked_to_keep_what_a_step_gives_back(monkeypatch, accepted, as
     calls = []
     glibc = SimpleNamespace(mallopt=lambda name, value: calls.append((name, value)) or int(name in accepted))
     monkeypatch.setattr("app.engine.cpu.backend.ctypes.CDLL", lambda _: glibc)
-    make_backend("cpu")
+    backend = make_backend("cpu")
+    assert calls == []  # what is freed while weights are read goes back
+    backend.end_of_load(tune=False)
     assert calls == asked

@@ -43,14 +43,14 @@ def slots_of(waiting: list[tuple[torch.Tensor, ...]]) -> set[int]:
 def test_no_pending_slot_is_written_by_another_and_no_sequence_drafts_before(pair, plain, kv_pages):
     engine = engine_of(pair, kv_pages=kv_pages)
     forward, most = engine.core.runner.forward, 0
-    choose, draft = forward.choose, forward.draft
+    deciding, draft = forward.deciding, forward.draft
 
-    def watched_choose(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched_deciding(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal most
         owed = slots_of(forward.pending_context._steps)
         written = {slot for group in tensors.inputs.groups for slot in group.slot_mapping.tolist()}
         assert not owed & written
-        found = choose(tensors, *args, **kwargs)
+        found = deciding(tensors, *args, **kwargs)
         most = max(most, len(forward.pending_context._steps))
         return found
 
@@ -58,7 +58,7 @@ def test_no_pending_slot_is_written_by_another_and_no_sequence_drafts_before(pai
         assert not forward.pending_context._steps
         return draft(inputs)
 
-    forward.choose, forward.draft = watched_choose, watched_draft
+    forward.deciding, forward.draft = watched_deciding, watched_draft
     engine.core.run(requests(pair, plain))
     assert most > 1
     assert bool(engine.core.scheduler.num_preemptions) == (kv_pages is not None)

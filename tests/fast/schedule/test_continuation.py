@@ -13,7 +13,7 @@ from app.engine.schedule.policy import Policy
 from app.engine.schedule.scheduler import Scheduler
 from app.engine.schedule.state_slots import StateSlots
 from app.engine.sequence import NOT_FINITE, Sequence
-from app.messages import Request, TokenDelta
+from app.messages import Request, SamplingParams, TokenDelta
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.schedule.scheduler_harness import check_pages
 
@@ -34,8 +34,10 @@ class Flight:
         max_num_seqs: int = 4,
         prefix_caching: bool = False,
         stop: Collection[int] = (),
+        draws: bool = True,
         **asked: Any,
     ) -> None:
+        self.draws = draws
         self.pool = PagePool(SCRATCH_PAGES + pages, page_size)
         self.scheduler = Scheduler(
             self.pool,
@@ -59,7 +61,7 @@ class Flight:
         return self.scheduler.running
 
     def behind(self) -> Batch | None:
-        found = schedule_ahead(self.scheduler, self.batch)
+        found = schedule_ahead(self.scheduler, self.batch, draws=self.draws)
         return found if isinstance(found, Batch) else None
 
     def commit(self, batch: Batch, tokens: list[list[int]], accepted: list[int]) -> list[TokenDelta]:
@@ -70,13 +72,13 @@ class Flight:
 
 def test_a_step_that_must_wait_says_why():
     def why(flight: Flight) -> Any:
-        return schedule_ahead(flight.scheduler, flight.batch)
+        return schedule_ahead(flight.scheduler, flight.batch, draws=flight.draws)
 
     assert why(Flight(max_tokens=2)) == "end"
-    assert why(Flight(temperature=0.5)) == "sampling"
+    assert why(Flight(temperature=0.5, draws=False)) == why(Flight(logit_bias=((1, 2.0),))) == "sampling"
     assert why(Flight(2, pages=18)) == "pages"
     flight = Flight()
-    flight.scheduler.add(Request("late", (1, 2), 4))
+    flight.scheduler.add(Request("late", (1,) * 38, 2))
     assert why(flight) == "admission"
     flight.batch = flight.scheduler.schedule()
     assert why(flight) == "prefill"
@@ -120,10 +122,26 @@ def test_no_more_rows_than_may_be_emitted_and_none_of_who_is_sure_to_end():
 
 
 @pytest.mark.parametrize(
-    "asked", [{"temperature": 0.7}, {"presence_penalty": 0.5}, {"min_tokens": 2}, {"logit_bias": ((1, 2.0),)}], ids=str
+    ("asked", "by_device"),
+    [
+        ({"temperature": 0.7}, True),
+        ({"temperature": 0.7, "top_k": 128, "min_p": 0.1}, True),
+        ({"temperature": 0.7, "top_k": 129}, False),
+        ({"top_k": 129}, True),
+        ({"temperature": 0.7, "top_p": 0.9}, True),
+        ({"presence_penalty": 0.5}, True),
+        ({"min_tokens": 2}, True),
+        ({"min_tokens": 3}, False),
+        ({"logit_bias": ((1, 2.0),)}, False),
+    ],
+    ids=str,
 )
-def test_no_sequence_with_drawn_or_counted_tokens_is_scheduled_ahead(asked: dict[str, Any]):
-    assert Flight(**asked).behind() is None
+def test_who_needs_the_host_for_a_token_is_waited_for(asked: dict[str, Any], by_device: bool):
+    """One token is emitted, and one more is sure to be by the step in flight."""
+    assert (Flight(**asked).behind() is not None) == by_device
+    if SamplingParams(**asked).is_argmax or asked.keys() & {"min_tokens"} or "temperature" not in asked:
+        return
+    assert Flight(**asked, draws=False).behind() is None
 
 
 def test_a_newcomer_is_waited_for_but_not_one_who_cannot_be_admitted():
@@ -139,12 +157,54 @@ def test_a_newcomer_is_waited_for_but_not_one_who_cannot_be_admitted():
     assert tight.behind() is not None
 
 
-def test_no_step_is_scheduled_ahead_while_a_sequence_prefills():
+@pytest.mark.parametrize(("length", "is_last"), [(5, True), (36, True), (37, False)])
+def test_a_step_is_scheduled_ahead_of_prompts_that_end_and_not_of_parts(length: int, is_last: bool):
     flight = Flight(1)
     flight.commit(flight.batch, [[5, 6, 7, 8]], [0])
-    flight.scheduler.add(Request("new", (1,) * 5, 5))
+    flight.scheduler.add(Request("new", (1,) * length, 3))
+    flight.batch = flight.scheduler.schedule()
+    behind = flight.behind()
+    assert flight.batch.kind == "mixed" and (behind is not None) == is_last
+    if behind is None:
+        return
+    assert [(rows.start, rows.max_accepted, rows.prev_row) for rows in behind.decodes] == [(4, 3, 0), (length, 0, 1)]
+    assert len(flight.seqs[1].pages) == length + 1 + BLOCK - 1
+    flight.commit(flight.batch, [[5, 6, 7, 8], [9]], [1, 0])
+    assert [rows.start for rows in behind.decodes] == [4, length], "as launched until they are committed"
+    a, new = flight.commit(behind, [[20, 21, 22, 23], [30, 31, 32, 33]], [3, 1])
+    assert (a.token_ids, new.token_ids) == ([20, 21, 22, 23], [30, 31])
+    assert [rows.start for rows in behind.decodes] == [5, length]
+
+
+def test_a_hybrids_prompts_are_waited_for_because_others_may_find_their_states():
+    flight = Flight(page_size=4, prefix_caching=True, states=StateSlots(4, 8, 512))
+    flight.scheduler.add(Request("new", (1,) * 8, 5))
     flight.batch = flight.scheduler.schedule()
     assert flight.batch.kind == "mixed" and flight.behind() is None
+
+
+def test_rows_behind_a_prompt_are_ignored_if_it_has_to_be_read_again():
+    flight = Flight(1)
+    flight.scheduler.add(Request("new", (1,) * 5, 5))
+    flight.batch = flight.scheduler.schedule()
+    seq = flight.seqs[1]
+    seq.num_found = 4
+    behind = flight.behind()
+    assert behind is not None
+    (a,) = flight.commit(flight.batch, [[5, 6, 7, 8], [NOT_FINITE]], [1, 0])
+    assert seq.num_computed == 0 and flight.scheduler.unclean == set()
+    flight.batch = behind
+    assert schedule_ahead(flight.scheduler, behind, draws=True) == "prefill"
+    (again,) = flight.commit(behind, [[20, 21, 22, 23], [30, 31, 32, 33]], [0, 1])
+    assert (a.request_id, again.request_id) == ("a", "a")
+
+
+def test_a_sequence_finds_its_row_of_the_result_in_whatever_order_they_run():
+    flight = Flight(2)
+    flight.batch.decodes.reverse()
+    behind = flight.behind()
+    assert behind is not None
+    assert [(rows.seq, rows.prev_row) for rows in behind.decodes] == [*zip(flight.seqs, (1, 0), strict=True)]
 
 
 def test_where_pages_are_short_none_are_taken():
@@ -206,7 +266,7 @@ def test_no_step_is_scheduled_ahead_before_rejected_drafts_are_scrubbed_behind_t
     assert behind is not None
     flight.commit(flight.batch, [[10, 11, NOT_FINITE, NOT_FINITE]], [1])
     (seq,) = flight.seqs
-    assert schedule_ahead(flight.scheduler, behind) == "scrub" and not seq.is_sound
+    assert schedule_ahead(flight.scheduler, behind, draws=True) == "scrub" and not seq.is_sound
     flight.commit(behind, [[20, 21, 22, 23]], [3])
     assert not seq.is_sound
     known = set(seq.pages[: seq.num_computed])

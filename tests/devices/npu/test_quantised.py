@@ -1,0 +1,196 @@
+"""Products with int8 weights on device "npu:0", whose rows of activations are quantised one by one."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from app.engine.device.base import ExpertWeights
+from app.engine.device.moe import MoeConfig, mixture
+from app.engine.npu.backend import NpuBackend
+from app.engine.quantised import QuantisedWeight
+from app.messages import StepOutput
+from tests.devices.npu.calls import normal
+from tests.devices.npu.engines import HOST_PROCESSOR, LUCKY, engine, requests
+from tests.devices.npu.null_device import traced
+from tests.fast.engine.pairs import make_pair
+from tests.fast.engine.quantised import quantise
+
+pytestmark = pytest.mark.usefixtures("numerics")
+
+PRODUCT = {"aclnnDynamicQuantV2": 1, "aclnnQuantMatmulV5": 1}
+
+
+@pytest.fixture
+def backend() -> NpuBackend:
+    return NpuBackend(torch.device("npu:0"))
+
+
+def magnitudes(rows: int) -> Tensor:
+    """Return [rows, 1], a hundredfold apart, so that the scale of another row shows."""
+    return torch.logspace(-2, 2, rows)[:, None]
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("parts", [(48,), (40, 8, 16)], ids=str)
+@pytest.mark.parametrize("rows", [1, 16, 257])
+def test_a_product_is_that_of_the_quantised_numbers(backend, rows, parts, has_bias):
+    weights = [QuantisedWeight.int8((normal(n, 96, seed=n) * magnitudes(n)).bfloat16()) for n in parts]
+    x = (normal(rows, 96, seed=rows) * magnitudes(rows)).bfloat16()
+    bias = normal(sum(parts)) if has_bias else None
+    put = [replace(weight, data=weight.data.to("npu:0"), scales=weight.scales.to("npu:0")) for weight in weights]
+    packed, x_put, bias_put = backend.pack_linear(*put), x.to("npu:0"), None if bias is None else bias.to("npu:0")
+    assert isinstance(packed, QuantisedWeight)
+    with traced() as trace:
+        found = backend.linear(x_put, packed, bias_put)
+    assert dict(trace.launches) == PRODUCT and trace.waits == [] and found.dtype == torch.bfloat16
+
+    numbers = torch.cat([weight.data.double() * weight.scales.double() for weight in weights])
+    wanted = x.double() @ numbers.t() + (0.0 if bias is None else bias.double())
+    half_a_step = x.double().abs().amax(1, keepdim=True) / 127 / 2
+    bound = half_a_step * numbers.abs().sum(1) * 1.0001 + wanted.abs() * 2**-8
+    error = (found.cpu().double() - wanted).abs()
+    assert (error <= bound).all() and error.max() > 0
+
+
+def test_a_row_of_zeros_is_the_bias_and_one_that_is_not_finite_stays_so(backend: NpuBackend) -> None:
+    weight = QuantisedWeight.int8(normal(48, 96).to("npu:0"))
+    x, bias = normal(4, 96), normal(48).to("npu:0")
+    x[0], x[1, 5], x[2, 6] = 0.0, torch.nan, torch.inf
+    found = backend.linear(x.to("npu:0"), backend.pack_linear(weight), bias).cpu()
+    assert torch.equal(found[0], bias.cpu()) and found[3].isfinite().all()
+    assert not found[1:3].isfinite().any()
+
+
+def int8(out: int, columns: int, scales: int = 1, dtype: torch.dtype = torch.bfloat16) -> QuantisedWeight:
+    data = torch.ones(out, columns, dtype=torch.int8, device="npu:0")
+    return QuantisedWeight(data, torch.full((out, scales), 0.5, device="npu:0"), dtype)
+
+
+@pytest.mark.parametrize("shape", [(65535, 1), (1, 65535)], ids=str)
+def test_the_longest_axes_are_multiplied_in_int8(backend: NpuBackend, shape: tuple[int, int]) -> None:
+    packed = backend.pack_linear(int8(*shape))
+    assert isinstance(packed, QuantisedWeight)
+    x = torch.ones(2, shape[1], dtype=torch.bfloat16, device="npu:0")
+    torch.testing.assert_close(backend.linear(x, packed).cpu(), torch.full((2, shape[0]), shape[1] / 2).bfloat16())
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [(65536, 1), (1, 65536), (16, 64, 2), (16, 64, 1, torch.float32)],
+    ids=["too many rows", "too many columns", "two scales a row", "float32"],
+)
+def test_what_the_operator_does_not_take_is_dequantised(backend, weight):
+    made = int8(*weight)
+    packed = backend.pack_linear(made)
+    assert isinstance(packed, Tensor) and packed.dtype == made.dtype
+    assert torch.equal(packed.cpu(), torch.full(made.data.shape, 0.5, dtype=made.dtype))
+
+
+def test_float8_is_not_multiplied(backend: NpuBackend) -> None:
+    data = torch.ones(16, 64, device="npu:0").to(torch.float8_e4m3fn)
+    assert not backend.multiplies(QuantisedWeight(data, torch.ones(16, 1, device="npu:0"), torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("how", "eager"),
+    [("W8A8 dynamic", False), ("some layers plain", True)],
+    ids=["graphs", "eager, q and down plain"],
+)
+def test_a_w8a8_target_has_the_same_text_with_drafts_and_without(tmp_path: Path, how: str, eager: bool) -> None:
+    pair = make_pair(tmp_path / "pair", seed=11, block_size=16, num_kv_heads=4, **LUCKY)
+    pair = replace(pair, target=quantise(pair.target, tmp_path, how)[0])
+    asked, steps = requests(vocab_size=5), list[StepOutput]()
+    plain = engine(pair, enforce_eager=eager, draft=None).run(asked)
+    core = engine(pair, enforce_eager=eager)
+    assert isinstance(core.runner.forward.target.layers[0].gate_up, QuantisedWeight)
+    with traced() as trace:
+        assert core.run(asked, steps.append) == plain
+    assert trace.waits == ["aclrtSynchronizeEvent"] * len(steps), "the one read of a step"
+    assert not HOST_PROCESSOR.intersection(trace.launches)
+    assert any(delta.steps[0].n_accepted for step in steps for delta in step.deltas)
+
+
+class NoFloat8(TorchDispatchMode):
+    """No operator gets float8 on the device, for Ascend A2 and A3 have no such numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, result)):
+            assert (
+                not isinstance(tensor, Tensor)
+                or tensor.device.type in ("cpu", "meta")
+                or "float8" not in str(tensor.dtype)
+            ), func
+        return result
+
+
+def test_float8_is_widened_before_it_comes_to_the_device(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path / "pair", seed=11, block_size=16, num_kv_heads=4, **LUCKY)
+    quantised, dense = quantise(pair.target, tmp_path, "fp8 in blocks")
+    with NoFloat8():
+        found = engine(replace(pair, target=quantised), enforce_eager=True).run(requests(2, vocab_size=5))
+    assert found == engine(replace(pair, target=dense), enforce_eager=True).run(requests(2, vocab_size=5))
+
+
+def test_experts_in_int8_are_those_of_the_quantised_numbers(backend: NpuBackend) -> None:
+    """Rows are a hundredfold apart, so that a scale of another row or expert would show."""
+    moe = MoeConfig(num_experts=6, num_experts_per_tok=2, intermediate_size=32, norm_topk_prob=True)
+    x, router = (normal(7, 64) * magnitudes(7)).bfloat16(), normal(6, 64, seed=2).float()
+    shapes = {"gate_up": (64, 64), "down": (64, 32)}
+    parts = {
+        name: [QuantisedWeight.int8((normal(*shape, seed=e) * magnitudes(64) ** 0.25).bfloat16()) for e in range(6)]
+        for name, shape in shapes.items()
+    }
+    put: dict[str, Any] = {"router": router.to("npu:0")}
+    for name, weights in parts.items():
+        data = torch.stack([weight.data for weight in weights]).to("npu:0")
+        scales = torch.stack([weight.scales for weight in weights]).to("npu:0")
+        own = QuantisedWeight(backend.empty_experts(data, *data.shape).copy_(data), scales, torch.bfloat16)
+        put[name] = backend.pack_linear(own)
+        assert put[name].data.data_ptr() == own.data.data_ptr(), "no copy"
+    rows = x.to("npu:0")
+    with traced() as trace:
+        found = backend.moe(rows, ExpertWeights(**put), moe)
+    assert trace.waits == [] and trace.launches["aclnnDynamicQuantV2"] == trace.launches["aclnnGroupedMatmulV5"] == 2
+    dense = {name: torch.stack([weight.dequantised().float() for weight in weights]) for name, weights in parts.items()}
+    wanted = mixture(x.float(), ExpertWeights(router, **dense), moe)
+    errors = (found.cpu().float() - wanted).norm(dim=1) / wanted.norm(dim=1)
+    assert errors.max() < 0.03 and errors.min() > 0
+
+
+@pytest.mark.parametrize("how", ["W8A8 dynamic", "some layers plain"])
+def test_a_w8a8_target_with_experts_has_the_same_text_with_drafts_and_without(tmp_path: Path, how: str) -> None:
+    pair = make_pair(tmp_path / "pair", seed=11, block_size=16, num_kv_heads=4, experts=8, **LUCKY)
+    pair = replace(pair, target=quantise(pair.target, tmp_path, how)[0])
+    asked = requests(vocab_size=5)
+    plain = engine(pair, enforce_eager=False, draft=None).run(asked)
+    core = engine(pair, enforce_eager=False)
+    _, experts = core.runner.forward.target.layers[0].mixture
+    assert experts.gate_up.data.dtype == torch.int8 and experts.gate_up.scales.dtype == torch.bfloat16
+    assert isinstance(experts.down, Tensor) == (how == "some layers plain")
+    assert core.runner.backend.quantised_bytes > experts.gate_up.data.numel() * len(core.runner.forward.target.layers)
+    assert core.run(asked) == plain
+
+
+def test_experts_of_which_some_are_plain_are_widened(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path / "pair", seed=11, block_size=16, num_kv_heads=4, experts=8, **LUCKY)
+    quantised, _ = quantise(pair.target, tmp_path, "W8A8 dynamic")
+    file, name = quantised / "model.safetensors", "model.layers.1.mlp.experts.3.up_proj"
+    tensors = load_file(file)
+    plain = {f"{name}.weight": tensors[f"{name}.weight"].float()}
+    save_file({key: tensor for key, tensor in tensors.items() if not key.startswith(name)} | plain, file)
+    core = engine(replace(pair, target=quantised), enforce_eager=True)
+    kinds = [layer.mixture[1] for layer in core.runner.forward.target.layers[:2]]
+    assert [isinstance(own.gate_up, Tensor) for own in kinds] == [False, True]
+    wide, scales = kinds[1].gate_up, tensors["model.layers.1.mlp.experts.5.gate_proj.weight_scale"]
+    numbers = tensors["model.layers.1.mlp.experts.5.gate_proj.weight"].float() * scales
+    assert torch.equal(wide[5, : len(numbers)].cpu(), numbers.bfloat16())
+    assert wide.stride() == kinds[1].gate_up.transpose(1, 2).contiguous().transpose(1, 2).stride()
+    assert core.run(requests(2, vocab_size=5))
