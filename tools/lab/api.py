@@ -24,8 +24,8 @@ from tools.bench import prompts, traffic
 from tools.bench.client import Server, ServerError, first_model
 from tools.bench.command import out_folder, progress
 from tools.bench.flags import add_out_flag, count, counts, listed
+from tools.bench.markdown import Row, Table
 from tools.bench.own_server import OwnServer
-from tools.bench.table import Row, Table
 from tools.lab import streaming
 from tools.lab.publish import Verdict, publish
 from tools.lab.streaming import cpu_seconds

@@ -16,7 +16,7 @@ from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
 from app.engine.device.torch import TorchBackend
 from tools.bench.command import out_folder
 from tools.bench.flags import add_out_flag, count, counts
-from tools.bench.table import Row, Table
+from tools.bench.markdown import Row, Table
 from tools.lab.beside_read import OWN, PYTORCH, READ, rate, ratios, timed
 from tools.lab.publish import publish
 from tools.parts import ToolParser

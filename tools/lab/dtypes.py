@@ -1,6 +1,7 @@
-"""The engine in float32 and in bfloat16 on a CPU, by turns: decode steps and prompts, with random weights.
+"""The engine in float32, in bfloat16 and with weights in int8 on a CPU, by turns: decode steps and prompts, with random
+weights.
 
-It tells whether `--dtype auto` may keep bfloat16 on a processor. Both engines are in memory at once.
+It tells whether `--dtype auto` may keep bfloat16 on a processor. All engines are in memory at once.
 """
 
 import argparse
@@ -15,19 +16,24 @@ from app.engine.core import EngineCore
 from app.messages import Request
 from tools.bench.command import out_folder, progress
 from tools.bench.flags import add_out_flag, count, counts
+from tools.bench.markdown import Table
 from tools.bench.paired import ratio
-from tools.bench.table import Table
 from tools.lab import random_weights, step
 from tools.lab.publish import publish
 from tools.lab.step_timing import Bench, Measured, Shape
 from tools.parts import ToolParser
 
-DTYPES = ("float32", "bfloat16")
+WAYS = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+}
+"""Flags of `tools.lab step` for an engine."""
 ACCEPTED = "4"
 """Mean acceptance length, so that whole blocks move on."""
 MEANING = (
-    "Milliseconds of a step, medians of rounds in which both dtypes run, and their ratio within rounds. A prompt is "
-    "read to its first token. Plain steps keep the draft's context too."
+    "Milliseconds of a step, medians of rounds in which all run, and ratios within rounds. A prompt is read to its "
+    "first token. Plain steps keep the draft's context too. int8 are weights of a target in bfloat16."
 )
 
 Timed = Callable[[], float]
@@ -36,37 +42,38 @@ Timed = Callable[[], float]
 def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     folder = out_folder(options)
     torch.set_num_threads(options.threads)
-    engines = [step.load(step.settled(step.parser().parse_args(_step_flags(options, dtype))))[0] for dtype in DTYPES]
+    flags = [_step_flags(options, way) for way in WAYS.values()]
+    engines = [step.load(step.settled(step.parser().parse_args(own)))[0] for own in flags]
     timed = [_timed(Bench(engine), engine.core, options) for engine in engines]
-    times: dict[str, list[list[float]]] = {name: [[], []] for name in timed[0]}
+    times: dict[str, list[list[float]]] = {name: [[] for _ in WAYS] for name in timed[0]}
     with progress() as bar:
         task = bar.add_task("", total=len(times) * (options.rounds + 1))
         for number in range(options.rounds + 1):
-            for name, of_dtypes in times.items():
+            for name, of_ways in times.items():
                 bar.update(task, advance=1, description=name)
-                for found, of_engine in zip(of_dtypes, timed, strict=True):
+                for found, of_engine in zip(of_ways, timed, strict=True):
                     taken = of_engine[name]()
                     if number:  # the first round does lazy work
                         found.append(taken)
     rows = [
         {"step": name}
-        | {f"{dtype} ms": f"{median(found):.1f}" for dtype, found in zip(DTYPES, of_dtypes, strict=True)}
-        | {"float32 / bfloat16": str(ratio(*of_dtypes))}
-        for name, of_dtypes in times.items()
+        | {f"{way} ms": f"{median(found):.1f}" for way, found in zip(WAYS, of_ways, strict=True)}
+        | {"float32 / bfloat16": str(ratio(*of_ways[:2])), "bfloat16 / int8": str(ratio(*of_ways[1:]))}
+        for name, of_ways in times.items()
     ]
     about = [random_weights.BANNER, step.describe(engines[0])]
-    table = Table("dtypes", "Both dtypes by turns", MEANING, rows)
+    table = Table("dtypes", "Dtypes by turns", MEANING, rows)
     return publish("dtypes", arguments, [table], folder, about=about)
 
 
-def _step_flags(options: argparse.Namespace, dtype: str) -> list[str]:
-    """Return the flags of `tools.lab step` for an engine of a dtype."""
+def _step_flags(options: argparse.Namespace, way: dict[str, str]) -> list[str]:
+    """Return the flags of `tools.lab step` for an engine."""
     most, longest = max(options.batches), max(options.context, *options.prompts)
     flags = {
         "random-weights": options.random_weights,
         "simulate-acceptance": ACCEPTED,
         "device": "cpu",
-        "dtype": dtype,
+        **way,
         "threads": options.threads,
         "batches": most,
         "context": options.context,

@@ -13,7 +13,7 @@ from app.config.error import ConfigError
 from app.engine.cpu import linear
 from tools.bench.command import out_folder
 from tools.bench.flags import add_out_flag, count
-from tools.bench.table import Row, Table
+from tools.bench.markdown import Row, Table
 from tools.lab.beside_read import OWN, PYTORCH, READ, rate, ratios, timed
 from tools.lab.publish import publish
 from tools.parts import ToolParser

@@ -28,12 +28,13 @@ from tools.bench.cell import Cell
 from tools.bench.client import Server, first_model
 from tools.bench.command import out_folder
 from tools.bench.flags import add_out_flag, amount, count, counts, listed
+from tools.bench.formats import Prompt
 from tools.bench.http import measure
+from tools.bench.markdown import Row, Table
 from tools.bench.own_server import OwnServer, ServerProcess, free_port
 from tools.bench.paired import MIN_ROUNDS
-from tools.bench.prompts import Dataset, Prompt
+from tools.bench.prompts import Dataset
 from tools.bench.report import notes
-from tools.bench.table import Row, Table
 from tools.bench.traffic import Load
 from tools.lab.checkpoints import write_checkpoints
 from tools.lab.llama_source import LlamaCpp
@@ -53,7 +54,9 @@ WAYS = ("plain", "dflash")
 class Pair:
     """A target and its draft. `gguf` and `kv` are llama.cpp's names of the dtype of weights and of KV.
 
-    If `is_random`, answers have `max_tokens` tokens, because no text has an end, and at least `num_prompts` are asked.
+    `quantization` is this server's flag, or None. With it llama.cpp gets --no-repack, because its products by AMX end
+    in a segmentation fault. If `is_random`, answers have `max_tokens` tokens, because no text has an end, and at least
+    `num_prompts` are asked.
     """
 
     dtype: str
@@ -62,19 +65,25 @@ class Pair:
     max_tokens: int
     num_prompts: int
     is_random: bool
+    quantization: str | None = None
 
 
 PAIRS = {
     "demo": Pair("float32", "f32", "f32", 128, 8, is_random=False),
     "qwen3-0.6b": Pair("bfloat16", "bf16", "f16", 32, 1, is_random=True),
+    "qwen3-0.6b-int8": Pair("bfloat16", "q8_0", "f16", 32, 1, is_random=True, quantization="int8"),
 }
 AIMS = {
-    ("demo", "plain", 1): 0.8,
-    ("demo", "plain", 16): 1.2,
+    ("demo", "plain", 1): 1.0,
+    ("demo", "plain", 4): 1.8,
+    ("demo", "plain", 16): 2.4,
     ("demo", "dflash", 1): 2.0,
+    ("demo", "dflash", 4): 3.2,
     ("demo", "dflash", 16): 4.0,
-    ("qwen3-0.6b", "plain", 1): 0.9,
-    ("qwen3-0.6b", "plain", 16): 1.2,
+    ("qwen3-0.6b", "plain", 1): 1.0,
+    ("qwen3-0.6b", "plain", 16): 1.8,
+    ("qwen3-0.6b-int8", "plain", 1): 0.9,
+    ("qwen3-0.6b-int8", "plain", 16): 1.5,
 }
 """Least ratio of tokens a second, by pair, way and requests at once."""
 MEANING = (
@@ -95,6 +104,7 @@ def llama_command(llama: Path, port: int, pair: Pair, target: Path, draft: Path 
         *(str(llama), "--model", str(target), *kv, *(drafting if draft else [])),
         *("--threads", str(threads), "--parallel", str(SLOTS), "--ctx-size", str(SLOTS * SLOT_TOKENS)),
         *("--samplers", "top_k", "--top-k", "1", "--no-cache-prompt", "--cache-ram", "0", "--metrics", "--offline"),
+        *(["--no-repack"] if pair.quantization else []),
         *("--host", "127.0.0.1", "--port", str(port)),
     ]
 
@@ -167,8 +177,9 @@ class Bench:
     def _write(self, name: str, folder: Path) -> tuple[Files, Files]:
         """Return the folders of target and draft, and both as GGUF."""
         with self._console.status(f"{name}: weights") as status:
-            random = PAIRS[name].is_random
-            target, draft = write_checkpoints(name, folder) if random else (DEMO / "target", DEMO / "draft")
+            target, draft = DEMO / "target", DEMO / "draft"
+            if PAIRS[name].is_random:
+                target, draft = write_checkpoints(name.removesuffix("-int8"), folder)
             status.update(f"{name}: to GGUF")
             gguf = PAIRS[name].gguf
             target_gguf = self._llama.convert(target, folder / "target.gguf", gguf)
@@ -181,6 +192,7 @@ class Bench:
         draft = ggufs.draft if way == "dflash" else None
         command = llama_command(self._llama.server, port, pair, ggufs.target, draft, self._options.threads)
         models = [str(checkpoints.target), "--draft-model", str(checkpoints.draft), "--dtype", pair.dtype]
+        models += ["--quantization", pair.quantization] if pair.quantization else []
         sizes = ["--max-num-seqs", str(SLOTS), "--max-model-len", str(SLOT_TOKENS)]
         servers = {
             THEIRS: ServerProcess(THEIRS, command, port, "/health"),

@@ -17,7 +17,7 @@ from app.engine.device.factory import make_backend
 from app.engine.load.loader import SafetensorsWeights, target_class
 from tools.bench.command import out_folder
 from tools.bench.flags import add_out_flag
-from tools.bench.table import Table
+from tools.bench.markdown import Table
 from tools.lab.checkpoints import Kept
 from tools.lab.publish import publish
 from tools.lab.random_weights import TARGETS

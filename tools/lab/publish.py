@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tools.bench.table import Table, cpu_name
+from tools.bench.markdown import Table, cpu_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ Their tokens mean nothing. Each target has a draft like the published Qwen3 ones
 
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +95,15 @@ class RandomWeights:
     """
 
     names: Iterable[str] = ()
-    num_bytes = 0
-    """Unknown, so a model that does not fit is found out while it is made."""
 
-    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype, on_progress: Progress) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        on_progress: Progress,
+        kept: Collection[str] = (),  # of stored dtypes, which these weights have not
+    ) -> None:
         self._model = folder.name
         self._device = device
         self._dtype = dtype
@@ -107,6 +112,9 @@ class RandomWeights:
 
     def __contains__(self, name: str) -> bool:
         return False
+
+    def num_bytes(self, multiplies: object, *, to_int8: bool) -> int:
+        return 0  # unknown, so a model that does not fit is found out while it is made
 
     def get(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
         if dtype in (torch.int64, torch.uint8):
@@ -120,6 +128,9 @@ class RandomWeights:
         self._made += tensor.nbytes
         self._on_progress(self._made, self._made)
         return (part.of(tensor) if part else tensor).to(dtype or self._dtype)
+
+    def get_linear(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
+        return self.get(name, *shape, part=part)
 
     def skip(self, name: str) -> None:
         return

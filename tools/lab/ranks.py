@@ -21,7 +21,7 @@ from app.engine.step.inputs import Layout, StepInputs
 from app.messages import Request, SamplingParams
 from tools.bench.command import out_folder
 from tools.bench.flags import add_out_flag, count, counts
-from tools.bench.table import Row, Table
+from tools.bench.markdown import Row, Table
 from tools.lab.publish import Verdict, publish
 from tools.parts import ToolParser
 

@@ -113,7 +113,7 @@ class SimulatedRunner:
             min(self._draw(), num_drafts) for num_drafts in inputs.target.num_drafts[: inputs.target.num_seqs].tolist()
         ]
         pending = self._runner.launch(inputs)
-        if self._tell_device and not inputs.has_prefill:
+        if self._tell_device:
             self._overwrite(accepted)
         return SimulatedStep(pending, accepted)
 

@@ -21,7 +21,7 @@ from app.engine.step.forward import Forward
 MARKS = {"target": "asinh_", "head": "acosh_", "context": "atanh_", "draft": "frac_"}
 """Part -> method of a tensor. PyTorch's operator and its kernel have this in their names."""
 BEGINNINGS: dict[str, tuple[type, str]] = {
-    "target": (Forward, "choose"),
+    "target": (Forward, "deciding"),
     "head": (Sampler, "choose"),
     "context": (DFlashDrafter, "write_context"),
     "draft": (Forward, "draft"),

@@ -29,8 +29,8 @@ from app.engine.load.loader import SafetensorsWeights
 from app.engine.load.memory import CPU_KV_BYTES, bytes_per_token
 from tools.bench.command import out_folder, progress
 from tools.bench.flags import add_out_flag, count, counts
+from tools.bench.markdown import Row, Table
 from tools.bench.paired import Ratio, ratio
-from tools.bench.table import Row, Table
 from tools.lab import random_weights, simulated
 from tools.lab.publish import Verdict, publish
 from tools.lab.simulated import FLAG, survival, wish
@@ -147,6 +147,7 @@ def engine_config(options: argparse.Namespace, target: Path, draft: Path | None)
         draft,
         device=options.device,
         dtype=options.dtype,
+        quantization=options.quantization,
         max_model_len=min(longest, config.get("max_position_embeddings") or longest),
         max_num_seqs=max(*options.batches, *options.context_batches),
         kv_cache_memory=_kv_memory(options, target, draft) if memory is None else int(memory * 2**30),
@@ -362,6 +363,7 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument_group("their device").add_argument
     add("--device", default="auto", help="auto | cpu | cuda[:N] | npu[:N] [default: auto]")
     add("--dtype", choices=("auto", "float32", "float16", "bfloat16"), default="auto")
+    add("--quantization", choices=("auto", "int8"), default="auto", help="as of `serve` [default: auto]")
     add("--threads", type=count, default=torch.get_num_threads(), metavar="N", help="of a CPU")
     about = "sizes that it does not hold are left out [default: like `serve`, on a CPU the sizes' own, at most 4]"
     add("--kv-cache-memory", type=float, metavar="GIB", help=about)

@@ -29,8 +29,8 @@ from app.text.parsers import OutputParser, Parsed
 from app.text.tokenizer import Tokenizer
 from app.wire import Reply, Stepped
 from tools.bench.client import ServerError
+from tools.bench.markdown import Row, Table
 from tools.bench.own_server import OwnServer
-from tools.bench.table import Row, Table
 from tools.demo_pair.corpus import samples
 from tools.lab.publish import Verdict
 from tools.lab.scripted import steps_of

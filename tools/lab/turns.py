@@ -110,6 +110,7 @@ def captured(engine: Engine, own: ModelRunner, concurrency: int) -> ModelRunner:
         own.forward,
         own.layout,
         replace(sizes, targets=targets, drafts=[sizes.draft(concurrency, block)]),
+        None,
         pages=max(engine.sizes.pages_per_sequence, engine.sizes.scratch_pages),
         on_graph=lambda done, total: None,
     )

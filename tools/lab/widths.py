@@ -13,8 +13,8 @@ import torch
 from app.engine.checkpoint.files import DEMO
 from tools.bench.command import out_folder, progress
 from tools.bench.flags import add_out_flag, count
+from tools.bench.markdown import Row, Table
 from tools.bench.paired import Claim, Comparison, rounds
-from tools.bench.table import Row, Table
 from tools.lab import in_process, loads
 from tools.lab.publish import publish
 from tools.parts import ToolParser

@@ -472,6 +472,11 @@ def test_kernels_of_a_trace_are_of_the_part_behind_whose_mark_they_begin() -> No
     assert [each.us for each in found][:2] == [5.0, 2.0]
 
 
+def test_each_part_of_a_trace_begins_with_a_method_that_is_there() -> None:
+    with stages.marked():
+        assert len(stages.BEGINNINGS) == len(stages.MARKS)
+
+
 def test_a_kernel_that_begins_early_counts_from_the_end_of_the_previous_one() -> None:
     events = [event("product", 0, us=50.0), event("waits", 2, us=20.0), event("norm", 4, us=30.0), event("behind", 8)]
     found = stages.launches(events, on_gpu=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from app.check import operators, probes
+from app.engine.cpu import linear
 from app.engine.cpu.backend import CpuBackend
 from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv, Rotation
 from app.engine.device.gated_delta import GatedDeltaStep
@@ -41,6 +42,15 @@ def test_an_operator_of_the_cpu_conforms(
         past = float("nan") if isinstance(backend, CpuBackend) else None  # PyTorch's attention reads what it masks
         relative = operators.difference(backend, case.operator, past=past)[1]
         assert relative <= (tolerance if case.tolerance else 0.0), case.shape
+
+
+def test_experts_conform_where_gpp_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then nothing multiplies by int8, and its numbers are widened."""
+    monkeypatch.setattr(linear, "_operator", lambda: None)
+    backend = CpuBackend(CPU)
+    backend.defaults = replace(backend.defaults, dtype=torch.float32)
+    for case in operators.cases(replace(SIZES, tolerance=1e-5))["moe"]:
+        assert operators.difference(backend, case.operator)[1] <= 1e-5, case.shape
 
 
 def test_every_operator_that_is_listed_is_compared() -> None:

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 
 from tools.bench.cell import Cell
 from tools.bench.client import Answer, Drafting, ServerError
+from tools.bench.markdown import Row
 from tools.bench.paired import Claim, Comparison
-from tools.bench.table import Row
 from tools.bench.traffic import Load, Round
 from tools.lab import llama_cpp
 from tools.lab.__main__ import main
@@ -65,8 +65,8 @@ def test_kv_has_the_width_of_the_weights_in_target_and_draft(name: str, kv: str)
 
 def test_prompts_are_the_same_tokens_in_every_pair_and_fit_with_their_answers() -> None:
     asked = {name: dataset(pair).first(50) for name, pair in PAIRS.items()}
-    demo, random = asked.values()
-    assert [prompt.body for prompt in demo] == [prompt.body for prompt in random]
+    demo, random, int8 = asked.values()
+    assert [prompt.body for prompt in demo] == [prompt.body for prompt in random] == [prompt.body for prompt in int8]
     assert not demo[0].exact and random[0].exact
     longest = max(len(prompt.body["prompt"]) for prompt in demo)
     assert all(longest + pair.max_tokens + 2 * 16 <= llama_cpp.SLOT_TOKENS for pair in PAIRS.values())

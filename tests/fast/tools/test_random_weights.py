@@ -35,6 +35,9 @@ class Counted:
         self.total += tensor.numel()
         return tensor
 
+    def get_linear(self, name: str, *shape: int, part: Part | None = None) -> torch.Tensor:
+        return self.get(name, *shape, part=part)
+
     def skip(self, name: str) -> None: ...
 
     def close(self) -> None: ...
