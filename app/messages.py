@@ -158,7 +158,8 @@ class EngineInfo:
     """Facts about a loaded engine, for the startup table, /v1/models, /server_info and the checks before admission.
 
     Without a draft `draft` is None, `block_size` is 1, and `taps` and `draft_config` (what its config.json says) are
-    empty. Only a hybrid target has state: `state_cache_bytes` are for `num_state_checkpoints` of the prefix cache.
+    empty. `quantised_bytes` are those of weights in 8 bits. Only a hybrid target has state: `state_cache_bytes` are for
+    `num_state_checkpoints` of the prefix cache.
     """
 
     target: str
@@ -174,6 +175,7 @@ class EngineInfo:
     max_num_batched_tokens: int
     vocab_size: int
     draft_config: dict[str, str] = field(default_factory=dict)
+    quantised_bytes: int = 0
     state_bytes: int = 0
     state_cache_bytes: int = 0
     num_state_checkpoints: int = 0

@@ -86,9 +86,9 @@ class Metrics:
             self._metrics[name].observe(amount / count)
 
     def engine_ready(self, info: EngineInfo) -> None:
-        """Set the sizes of the KV cache, by which routers count the prefixes that fit, and of recurrent state."""
-        self._metrics["state_bytes"].set(info.state_bytes)
-        self._metrics["state_cache_bytes"].set(info.state_cache_bytes)
+        """Set the sizes of the KV cache, by which routers count the prefixes that fit, and those in bytes."""
+        for name in ("quantised_bytes", "state_bytes", "state_cache_bytes"):
+            self._metrics[name].set(getattr(info, name))
         self._labelled("cache_config_info", str(info.page_size), str(info.num_pages)).set(1)
 
     def engine_ended(self) -> None:

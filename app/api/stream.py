@@ -23,6 +23,7 @@ from app.text.parsers import OutputParser, Parsed
 
 KEEP_ALIVE_SECONDS = 15.0
 _CHECKS_PER_KEEP_ALIVE = 5
+_TOKENS_AT_ONCE = 8  # of an answer that is not streamed; more would delay the streams that are read after it
 
 Reason = FinishReason | Literal["tool_calls"]
 T = TypeVar("T")
@@ -74,7 +75,6 @@ class Choice:
     engine: EngineClient
     with_steps: bool = False
     eos_ids: Collection[int] = ()
-    cached_tokens: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     has_begun: bool = False
     num_before_content: int = 0
@@ -84,7 +84,6 @@ class Choice:
         delta = self.deltas.take()
         if delta is None:
             return None
-        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         if self.deltas.expired:
             message = "The request was not done by its deadline (--request-timeout, X-Request-Timeout) and was ended."
             raise ApiError(504, f"{message} Its answer is incomplete.", code="deadline_exceeded")
@@ -116,6 +115,7 @@ class Choice:
                 break
         reason: Reason | None = None
         if is_over:
+            self.deltas.timeline.tokens = detokenizer.num_tokens  # fewer than the engine's after a stop string
             self.deltas.close(detokenizer.finish_reason or "stop")
             parts.append(parser.finish())
             reason = "tool_calls" if parser.has_all_calls else detokenizer.finish_reason
@@ -131,12 +131,10 @@ class Choice:
     def _tokens(self, delta: TokenDelta) -> Iterator[tuple[list[int], FinishReason | None]]:
         """Yield the tokens, one by one if the text of each counts or the answer or its reasoning may end at any."""
         one_by_one = self.with_steps or self.parser.max_calls is not None or self.parser.is_before_content
-        size = 1 if one_by_one else len(delta.token_ids)
-        for start in range(0, len(delta.token_ids), size or 1):
-            is_last = start + size >= len(delta.token_ids)
-            yield delta.token_ids[start : start + size], delta.finish_reason if is_last else None
-        if not delta.token_ids:
-            yield [], delta.finish_reason
+        count = max(1, len(delta.token_ids))
+        size = 1 if one_by_one else count
+        for start in range(0, count, size):
+            yield delta.token_ids[start : start + size], delta.finish_reason if start + size >= count else None
 
     def _steps(self, delta: TokenDelta, texts: Sequence[str]) -> list[dict[str, Any]]:
         """Return the steps with the texts of their tokens, up to the last token that was read.
@@ -195,14 +193,13 @@ class Choices:
         A prompt counts once. Its cached tokens are those of its first choice, because the others may have found the
         pages of that one. The steps of speculation are those that verified drafts.
         """
-        num_prompt = self.num_prompt_tokens
-        num_new = sum(choice.detokenizer.num_tokens for choice in self._choices)
-        cached = sum(choice.cached_tokens for choice in self._choices[:: self.num_per_prompt])
+        num_new = sum(line.tokens for line in self.timelines)
+        cached = sum(line.cached_tokens for line in self.timelines[:: self.num_per_prompt])
         reasoned = [one for one in self._choices if one.parser.reasoning and one.parser.reasoning.has_reasoned]
         usage: dict[str, Any] = {
-            "prompt_tokens": num_prompt,
+            "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": num_new,
-            "total_tokens": num_prompt + num_new,
+            "total_tokens": self.num_prompt_tokens + num_new,
             "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {"reasoning_tokens": sum(one.num_before_content for one in reasoned)},
         }
@@ -212,7 +209,10 @@ class Choices:
         return usage
 
     async def whole(self) -> list[Piece]:
-        """Return every choice as one piece. All are read as they arrive, so that all end at the error of one."""
+        """Return every choice as one piece, read many tokens at a time. All choices end at the error of one."""
+        for choice in self._choices:
+            if not choice.detokenizer.stop and choice.parser.max_calls is None:  # else it may end before the engine
+                choice.deltas.notify(self._event, _TOKENS_AT_ONCE)
         parts: list[list[Piece]] = [[] for _ in self._choices]
         async with aclosing(self.pieces()) as arriving:
             async for pieces in arriving:

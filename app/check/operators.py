@@ -26,6 +26,7 @@ from app.engine.dflash.self_test import TOLERANCE
 from app.engine.models.gated_delta_net import Recurrence
 from app.engine.models.recurrent_rows import SequenceRows
 from app.engine.models.state_pool import LayerState
+from app.engine.quantised import QuantisedWeight, Weight
 
 EPS = 1e-6
 NUMBER_BYTES = 2
@@ -44,9 +45,7 @@ Lens = Sequence[tuple[int, int]]
 @dataclass(slots=True)
 class Inputs:
     """Random values of one case on a backend's device, rounded to `rounded` and held in `dtype`: the same on each.
-
-    `past` fills the slots after a request's last token; None leaves random numbers there.
-    """
+    `past` fills the slots after a request's last token; None leaves random numbers there."""
 
     backend: Backend
     rounded: torch.dtype
@@ -107,9 +106,7 @@ class Case:
 @dataclass(frozen=True, slots=True)
 class Extent:
     """Shapes that are compared: heads are (query heads, KV heads, D), `causal` and `both_ways` requests by name.
-
-    `recurrent` are the heads of k and of v in a Gated DeltaNet layer and their size, like those of Qwen3.5-9B.
-    """
+    `recurrent` are the heads of k and of v in a Gated DeltaNet layer and their size, like those of Qwen3.5-9B."""
 
     heads: tuple[tuple[int, int, int], ...]
     causal: dict[str, Lens]
@@ -165,9 +162,11 @@ def cases(extent: Extent) -> dict[str, list[Case]]:
     for n in extent.num_rows:
         add("rms_norm", _rms_norm, n, hidden, tolerance=rounding, moved=2 * n * row_bytes)
         add("add_rms_norm", _add_rms_norm, n, hidden, tolerance=rounding, moved=4 * n * row_bytes)
-        add("linear", _linear, n, hidden, inner, tolerance=rounding, moved=weight_bytes)
+        add("linear", _linear, n, hidden, inner, 16, tolerance=rounding, moved=weight_bytes)
+        add("linear", _linear, n, hidden, inner, 8, tolerance=loose, moved=weight_bytes // 2)
         add("gated_mlp", _gated_mlp, n, hidden, inner, tolerance=loose, moved=3 * weight_bytes)
-        add("moe", partial(_moe, moe=extent.experts), n, hidden, tolerance=loose)
+        for bits, bound in ((16, loose), (8, 2 * loose)):  # an NPU rounds the rows of both products to 8 bits, too
+            add("moe", partial(_moe, moe=extent.experts), n, hidden, bits, tolerance=bound)
         for _, kv, d in extent.heads:
             add("write_kv", _write_kv, n, kv, d, page)
         for h, d in sorted({(heads, dim) for heads, _, dim in extent.heads}):
@@ -267,12 +266,16 @@ def _gated_mlp(at: Inputs, rows: int, hidden: int, inner: int) -> Prepared:
     return lambda: at.backend.gated_mlp(x, gate_up, down)
 
 
-def _moe(at: Inputs, rows: int, hidden: int, moe: MoeConfig) -> Prepared:
+def _moe(at: Inputs, rows: int, hidden: int, bits: int, moe: MoeConfig) -> Prepared:
     count, inner = moe.num_experts, moe.intermediate_size
 
-    def packed(out_features: int, in_features: int) -> Tensor:
-        values = at.normal(count, out_features, in_features, scale=in_features**-0.5)
-        return at.backend.empty_experts(values, count, out_features, in_features).copy_(values)
+    def packed(out_features: int, in_features: int) -> Weight:
+        shape = count, out_features, in_features
+        values = at.normal(*shape, scale=in_features**-0.5)
+        own = QuantisedWeight.int8(values)
+        if bits == 16 or not at.backend.multiplies(own):
+            return at.backend.empty_experts(values, *shape).copy_(values if bits == 16 else own.dequantised())
+        return at.backend.pack_linear(replace(own, data=at.backend.empty_experts(own.data, *shape).copy_(own.data)))
 
     router = at.normal(count, hidden, scale=hidden**-0.5).float()
     weights = ExpertWeights(router, packed(2 * inner, hidden), packed(hidden, inner))
@@ -280,9 +283,10 @@ def _moe(at: Inputs, rows: int, hidden: int, moe: MoeConfig) -> Prepared:
     return lambda: at.backend.moe(x, weights, moe)
 
 
-def _linear(at: Inputs, rows: int, hidden: int, width: int) -> Prepared:
+def _linear(at: Inputs, rows: int, hidden: int, width: int, bits: int) -> Prepared:
     x, weight = at.normal(rows, hidden), at.normal(width, hidden)
-    return lambda: at.backend.linear(x, weight)
+    packed = at.backend.pack_linear(QuantisedWeight.int8(weight) if bits == 8 else weight)
+    return lambda: at.backend.linear(x, packed)
 
 
 def _qkv_into_kv(at: Inputs, rows: int, heads: int, kv_heads: int, dim: int, page: int) -> Prepared:
@@ -318,20 +322,17 @@ def _embed_blocks(at: Inputs, batch: int, block: int, hidden: int) -> Prepared:
 
 def _positions(at: Inputs, batch: int, block: int, page: int) -> Prepared:
     query_lens = [1 + i % block for i in range(batch)]
-    query_start_loc = at.int32([0, *accumulate(query_lens)])
     seq_ids = at.int32([i for i, rows in enumerate(query_lens) for _ in range(rows)])
-    offsets = at.integers(0, 7 * page, batch) - query_start_loc[:-1]
+    offsets = at.integers(0, 7 * page, batch) - at.int32([0, *accumulate(query_lens)][:-1])
     table, rows = at.scattered(batch * 8, batch * 9).view(batch, 8), at.int32(range(sum(query_lens)))
     return lambda: at.backend.positions_and_slots(seq_ids, offsets, rows, table, page)
 
 
 def _verify(at: Inputs, batch: int, block: int) -> Prepared:
     """Propose drafts of which about half are the target's own. Some choices are -1 (`NOT_FINITE`)."""
-    num_drafts = at.integers(0, block, batch)
-    counts = num_drafts.cpu() + 1
-    first = at.int32(counts.cumsum(0) - counts)
+    num_drafts, order = at.integers(0, block, batch), at.scattered(batch, batch)
+    first = (num_drafts.cumsum(0) - num_drafts).int() + at.int32(range(batch))
     choices, drafts = at.integers(-1, 3, batch * block).long(), at.integers(0, 2, batch, block - 1)
-    order = at.scattered(batch, batch)
     return lambda: at.backend.verify(choices, drafts, first, num_drafts, order)
 
 
@@ -390,10 +391,8 @@ def difference(
     dtype: torch.dtype | None = None,
     against: Operator | None = None,
 ) -> tuple[float, float, Prepared]:
-    """Compare `operator` on `backend` with `against`, itself by default, on the CPU.
-
-    Returns the largest difference, its share of the largest value, and the call. They are NaN if a result has one.
-    """
+    """Compare `operator` on `backend` with `against`, itself by default, on the CPU. Returns the largest difference,
+    its share of the largest value, and the call. They are NaN if a result has one."""
     dtype = dtype or backend.defaults.dtype
     call = operator(Inputs(backend, dtype, dtype, past))
     reference = Inputs(TorchBackend(torch.device("cpu")), dtype, torch.float32, None if past is None else 0.0)

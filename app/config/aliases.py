@@ -57,18 +57,13 @@ class PeerFlag(NamedTuple):
         return int(value) - 1 if self.kind == "block" else known.get(self.kind, value)
 
 
-SPECULATIVE_CONFIG = {
-    "method": None,
-    "model": "draft_model",
-    "num_speculative_tokens": "num_speculative_tokens",
-    "enforce_eager": "draft_enforce_eager",
-    "draft_tensor_parallel_size": "draft_tensor_parallel_size",
-}
-"""Key of vLLM's `--speculative-config` -> our setting. The method must be dflash."""
+METHODS = "dflash dflash2 dspark"
 
 _PARALLEL = "--pipeline-parallel-size --pp --pp-size -pp --data-parallel-size --dp --dp-size -dp --nnodes"
 _ATTENTION = "--attention-backend= --prefill-attention-backend= --decode-attention-backend= --flash-attn= -fa="
-_DEVICE = f"{_ATTENTION} --speculative-draft-attention-backend= --sampling-backend= --mamba-scheduler-strategy="
+_DRAFT = "--speculative-config.attention-backend= --speculative-draft-attention-backend="
+_DEVICE = f"{_ATTENTION} {_DRAFT} --sampling-backend= --mamba-scheduler-strategy="
+_VERIFY = "--speculative-config.draft-sample-method= --speculative-config.rejection-sample-method="
 _CHUNKED = "--enable-chunked-prefill --no-enable-chunked-prefill --enable-mixed-chunk --chunked-prefill-size="
 _ALWAYS = "--async-scheduling --disable-overlap-schedule --schedule-policy= --stream-interval= --api-server-count= -cb"
 _NEVER = "--disable-custom-all-reduce --swap-space= --max-seq-len-to-capture= --additional-config= --mlock --no-mmap"
@@ -81,8 +76,9 @@ _CONFIG = "--hf-overrides --json-model-override-args --rope-scaling --rope-theta
 PEER_FLAGS = (
     PeerFlag("--model --model-path -m", "same", "model"),
     PeerFlag("--speculative-draft-model-path --model-draft -md --speculative-config.model", "same", "draft_model"),
+    PeerFlag("--speculative-draft-window-size --speculative-dflash-draft-window-size", "same", "draft_window"),
     PeerFlag("--alias -a", "same", "served_model_name"),
-    PeerFlag("--speculative-algorithm --speculative-config.method", "only", "dflash", "the server knows DFLASH only"),
+    PeerFlag("--speculative-algorithm --speculative-config.method", "only", METHODS, f"give one of {METHODS}"),
     PeerFlag("--speculative-config.num-speculative-tokens", "same", "num_speculative_tokens"),
     PeerFlag("--speculative-config.enforce-eager", "same", "draft_enforce_eager"),
     PeerFlag("--speculative-config.draft-tensor-parallel-size", "same", "draft_tensor_parallel_size"),
@@ -113,6 +109,7 @@ PEER_FLAGS = (
     PeerFlag("--sampling-defaults", "only", "model", "defaults are the checkpoint's; give model"),
     PeerFlag("--task --runner", "only", "auto generate", "this server generates text; give generate"),
     PeerFlag(_DEVICE, "taken", note="the device decides"),
+    PeerFlag(_VERIFY, "taken", note="a draft stays where it is the target's own choice"),
     PeerFlag("--n-gpu-layers= --gpu-layers= -ngl=", "taken", note="every layer is on --device"),
     PeerFlag(_COMPILE, "taken", note="nothing is compiled by PyTorch; see --enforce-eager"),
     PeerFlag("--cuda-graph-max-bs=", "taken", note="see --max-graphs"),
@@ -130,7 +127,7 @@ PEER_FLAGS = (
     PeerFlag("--enable-expert-parallel", "refused", note="each expert is split among the ranks; leave it out"),
     PeerFlag("--collect-detailed-traces", "refused", note="spans are of requests; see step_seconds"),
     PeerFlag("--seed --random-seed -s --override-generation-config", "refused", note="send it with each request"),
-    PeerFlag("--quantization -q", "refused", note="weights are run in 16 or 32 bits; give a checkpoint in bfloat16"),
+    PeerFlag("-q", "same", "quantization"),
     PeerFlag("--hf-repo -hf -hfr", "refused", note="GGUF is not read; give the safetensors' repository as MODEL"),
     PeerFlag("--revision", "refused", note="`hf download --revision` fetches it; give that folder as MODEL"),
     PeerFlag("--tokenizer --tokenizer-path", "refused", note="give a MODEL folder that has this tokenizer"),

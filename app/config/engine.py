@@ -32,11 +32,18 @@ class EngineConfig:
         "auto",
         "auto | bfloat16 | float16 | float32; auto on a CPU: float32, or a checkpoint's bfloat16 if it has avx512_bf16",
     )
+    quantization: str = _setting(
+        MODEL, "auto", "auto | int8: the target's weights as they are, or, but for fused experts, rounded to int8"
+    )
     device: str = _setting(MODEL, "auto", "auto | cpu | cuda | cuda:N | npu | npu:N")
 
     verify: str | int = _setting(
         SPECULATION, "auto", "auto | full | N: rows of a block to verify, with its anchor; auto measures what pays"
     )
+    draft_head_from: str | None = _setting(
+        SPECULATION, None, "the original of a target whose weights are rotated (QuaRot), for a draft without a head"
+    )
+    draft_window: int | None = _setting(SPECULATION, None, "most tokens that full layers of the draft see", gt=0)
     draft_enforce_eager: bool = _setting(SPECULATION, False, "run the draft without graphs")
     draft_tensor_parallel_size: int | None = _setting(
         SPECULATION, None, "1, or --tensor-parallel-size: processes that share each layer of the draft", gt=0
@@ -60,7 +67,7 @@ class EngineConfig:
     prefix_caching: bool = _setting(ENGINE, True, "reuse the KV pages of prompts that begin alike")
     enforce_eager: bool | None = _setting(ENGINE, None, "run without graphs")
     max_graphs: int = _setting(
-        ENGINE, 48, "most graphs to capture; a step that fits none exactly is padded to the next larger one", gt=0
+        ENGINE, 48, "most graphs of forwards; a step that fits none exactly is padded to the next larger one", gt=0
     )
     tune: Literal["auto", "off"] = _setting(ENGINE, "auto", "auto | off: time products of few rows on a CPU at startup")
     batch_invariant: bool = _setting(

@@ -24,6 +24,7 @@ from app.config.values import (
     MetricsPrefix,
     NumDrafts,
     ParserName,
+    Quantization,
     RootPath,
     Tokens,
     ToolParserName,
@@ -36,6 +37,7 @@ ENV_PREFIX = "DFLASH_"
 ENGINE_TYPES: dict[str, Any] = {
     "dtype": Dtype,
     "device": Device,
+    "quantization": Quantization,
     "verify": BlockRows,
     "max_model_len": Tokens | None,
     "max_num_batched_tokens": Tokens | None,

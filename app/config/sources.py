@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from app.config.aliases import PEER_FLAGS, SPECULATIVE_CONFIG
+from app.config.aliases import PEER_FLAGS
 from app.config.engine import MODEL, SPECULATION
 from app.config.error import ConfigError, nearest
 from app.config.settings import ENGINE_SETTINGS, ENV_PREFIX, SERVER_SETTINGS, Config, env_name, setting
@@ -42,12 +42,11 @@ class GivenSetting(NamedTuple):
 
 def load_config(flags: Iterable[GivenSetting] = ()) -> Config:
     """Settle flags, environment and YAML file. Raises ConfigError naming the flag, variable or key at fault."""
-    given_flags, environment, file = list(flags), list(_environment()), list[GivenSetting]()
-    notes = [f"{given.spelling}: {given.value}" for given in given_flags if not given.field]
-    settings = _put_beneath(_put_beneath({}, (given for given in given_flags if given.field)), environment)
+    notes, given_flags, environment, file = list[str](), list(flags), list(_environment()), list[GivenSetting]()
+    settings = _put_beneath(_put_beneath({}, given_flags, notes), environment, notes)
     if path := settings.pop("config", None):
         file = list(_yaml_file(Path(path.value)))
-        settings = _put_beneath(settings, file)
+        settings = _put_beneath(settings, file, notes)
     try:
         config = Config.of(**{field: given.value for field, given in settings.items()}, notes=notes)
     except ValidationError as error:
@@ -128,13 +127,18 @@ def _unknown(kind: str, shown: str, known: Iterable[str], field: str, spell: Cal
     return ConfigError(f"unknown {kind} {shown}", hint)
 
 
-def _put_beneath(above: dict[str, GivenSetting], source: Iterable[GivenSetting]) -> dict[str, GivenSetting]:
+def _put_beneath(
+    above: dict[str, GivenSetting], source: Iterable[GivenSetting], notes: list[str]
+) -> dict[str, GivenSetting]:
     """Return the settings with those of a further source, where `above` wins, also over the other memory limit.
 
-    Raises ConfigError if the source contradicts itself.
+    What sets nothing is added to `notes`. Raises ConfigError if the source contradicts itself.
     """
     own: dict[str, GivenSetting] = {}
     for given in chain.from_iterable(map(_spread, source)):
+        if not given.field:
+            notes.append(f"{given.spelling}: {given.value}")
+            continue
         before = own.get(given.field)
         if before is not None and isinstance(before.value, list) and isinstance(given.value, list):
             given = given._replace(value=before.value + given.value)
@@ -163,13 +167,14 @@ def _spread(given: GivenSetting) -> Iterator[GivenSetting]:
         raise ConfigError(f"{spelling}: {error}", example) from None
     if not isinstance(config, dict):
         raise ConfigError(f"{spelling}: an object is wanted, not {config!r}", example)
+    beginning = "--speculative-config."
+    peers = {name.removeprefix(beginning): peer for peer in PEER_FLAGS for name in peer.names if beginning in name}
     for key, value in config.items():
-        if key not in SPECULATIVE_CONFIG:
-            near = nearest(str(key), SPECULATIVE_CONFIG)
-            hint = f"did you mean {near}?" if near else f"known are {', '.join(SPECULATIVE_CONFIG)}"
+        peer = peers.get(str(key).replace("_", "-"))
+        if not peer:
+            hint = f"known are {', '.join(peers).replace('-', '_')}"
             raise ConfigError(f"{spelling}: unknown key {key!r}", hint)
-        field = SPECULATIVE_CONFIG[key]
-        if field is None and str(value).lower() != "dflash":
-            raise ConfigError(f'{spelling}: {key} {value!r}: this server decodes with method "dflash" only')
-        if field is not None and value is not None:
-            yield GivenSetting(f"{spelling} ({key})", field, value)
+        if value is not None and (fault := peer.fault(f"{spelling}: {key}", str(value))):
+            raise ConfigError(fault)
+        if value is not None and peer.kind != "only":
+            yield GivenSetting(f"{spelling} ({key})", peer.field, value if peer.field else peer.read(value))

@@ -18,6 +18,8 @@ from pydantic import (
     WrapValidator,
 )
 
+STORED = ("fp8", "compressed-tensors", "ascend", "modelslim", "w8a8_int8", "w8a8_fp8", "mxfp4")
+"""Names of quantisations in vLLM and SGLang whose files are read as they are stored."""
 DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 PARSERS = dict.fromkeys(
     ("hermes", "qwen", "qwen25", "qwen2_5", "deepseek_r1", "deepseek-r1", "qwen3-thinking"), "qwen3"
@@ -129,6 +131,8 @@ JsonObject = Annotated[dict[str, Any], _if_text(parse_json)]
 Bytes = Annotated[PositiveInt, _if_text(parse_bytes)]
 Tokens = Annotated[int, _if_text(parse_tokens)]
 Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], _spelt(DTYPES)]
+_READ = "auto reads FP8, W8A8 and int8 as stored, and int8 rounds other weights; AWQ, GPTQ and others are not read"
+Quantization = Annotated[str, _spelt({"none": "auto"}), require({"auto", "int8", *STORED}.__contains__, _READ)]
 _DEVICE = re.compile(r"auto|cpu|(cuda|npu)(:\d+)?")
 Device = Annotated[str, require(_DEVICE.fullmatch, "a device is auto, cpu, cuda, cuda:N, npu or npu:N")]
 NumDrafts = Annotated[

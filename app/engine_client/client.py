@@ -176,8 +176,7 @@ class EngineClient:
 
     def _leave(self, stream: RequestStream) -> None:
         """Abort the request of a closed stream, if it still runs."""
-        running = self._running.get(stream.request_id)
-        if running is not None and running.stream is stream:
+        if stream.request_id in self._running:
             self._forget(stream.request_id)
             self.supervisor.send(Abort(stream.request_id))
             self.admission.num_unacknowledged += 1

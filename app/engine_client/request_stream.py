@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from app.messages import FinishReason, TokenDelta
@@ -14,15 +14,16 @@ from app.metrics import Metrics
 class Timeline:
     """Events of one request, in seconds of `time.monotonic()`, and None before they happen.
 
-    `scheduled` is the beginning of the first step with rows of the request. `steps` counts those that verified drafts,
-    and `drafted_tokens` what these emitted. `outcome` is the reason by which the request was counted, and `error` the
-    engine's.
+    `scheduled` is the beginning of the first step with rows of the request. `cached_tokens` are of the prompt. `steps`
+    counts those that verified drafts, and `drafted_tokens` what these emitted. `outcome` is the reason by which the
+    request was counted, and `error` the engine's.
     """
 
     arrived: float
     scheduled: float | None = None
     first_token: float | None = None
     latest_token: float | None = None
+    cached_tokens: int = 0
     tokens: int = 0
     steps: int = 0
     verified: int = 0
@@ -42,6 +43,7 @@ class Timeline:
             self.first_token = now if self.first_token is None else self.first_token
             self.latest_token = now
             self.tokens += len(delta.token_ids)
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         self.error = delta.error or self.error
         for step in delta.steps:
             if step.n_verified:
@@ -61,7 +63,7 @@ class Timeline:
 class RequestStream:
     """Deltas of one request, for one reader, which gives an event with `notify` and calls `take`. Its owner closes it.
 
-    The last delta has a `finish_reason`. Deltas that arrive while the reader is busy are joined into one: a slow reader
+    The last delta has a `finish_reason`. Deltas that arrive before they are taken are joined into one: a slow reader
     never costs a queue of messages. A reader of several streams gives all of them the same event. `expired` is set
     before a deadline aborts the request.
     """
@@ -75,7 +77,7 @@ class RequestStream:
         self._on_close = on_close
         self._metrics = metrics
         self._pending: TokenDelta | None = None
-        self._event = asyncio.Event()
+        self._event, self._num_awaited = asyncio.Event(), 1
         self._finish_reason: FinishReason | None = None
         self._closed = False
 
@@ -87,12 +89,18 @@ class RequestStream:
         elif delta.token_ids:
             self._metrics.observe("time_to_first_token_seconds", now - self.timeline.arrived)
         self.timeline.add(delta, now)
-        self._pending = delta if self._pending is None else _joined(self._pending, delta)
-        self._event.set()
+        if self._pending is not None:
+            ids, steps = self._pending.token_ids, self._pending.steps
+            ids.extend(delta.token_ids)
+            steps.extend(delta.steps)
+            delta = TokenDelta(delta.request_id, ids, steps, delta.cached_tokens, delta.finish_reason, delta.error)
+        self._pending = delta
+        if delta.finish_reason is not None or len(delta.token_ids) >= self._num_awaited:
+            self._event.set()
 
-    def notify(self, event: asyncio.Event) -> None:
-        """Set `event` whenever a delta arrives from now on, and at once if one is pending."""
-        self._event = event
+    def notify(self, event: asyncio.Event, tokens: int = 1) -> None:
+        """Set `event` from now on if `tokens` or the last delta are pending, and at once if anything is."""
+        self._event, self._num_awaited = event, tokens
         if self._pending is not None:
             event.set()
 
@@ -122,11 +130,3 @@ class RequestStream:
             self._metrics.observe(f"request_{phase}_time_seconds", seconds)
         for name in ("request_generation_tokens", "request_max_num_generation_tokens"):
             self._metrics.observe(name, line.tokens)
-
-
-def _joined(before: TokenDelta, delta: TokenDelta) -> TokenDelta:
-    """Return both as one delta, which takes over the lists of `before`."""
-    before.token_ids.extend(delta.token_ids)
-    before.steps.extend(delta.steps)
-    cached_tokens = max(before.cached_tokens, delta.cached_tokens)
-    return replace(delta, token_ids=before.token_ids, steps=before.steps, cached_tokens=cached_tokens)

@@ -30,9 +30,9 @@ class Detokenizer:
         min_tokens: int = 0,
     ) -> None:
         self._text = _IncrementalText(backend, skip_special_tokens)
-        self._stop = tuple(stop)
-        self._first_characters = {text[0] for text in self._stop}
-        self._max_held = max(map(len, self._stop), default=1) - 1
+        self.stop = tuple(stop)
+        self._first_characters = {text[0] for text in self.stop}
+        self._max_held = max(map(len, self.stop), default=1) - 1
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._held = ""
@@ -63,11 +63,11 @@ class Detokenizer:
         """Add to the held text, and cut it at a stop string. Return True if there was one."""
         searched = len(self._held)
         self._held += piece
-        if not piece or not self._stop or self.num_tokens <= self._min_tokens:
+        if not piece or not self.stop or self.num_tokens <= self._min_tokens:
             return False
         matches = [
             (start + len(stop), start)
-            for stop in self._stop
+            for stop in self.stop
             if (start := self._held.find(stop, max(0, searched - len(stop) + 1))) >= 0
         ]
         if not matches:
@@ -84,7 +84,7 @@ class Detokenizer:
         if self._first_characters.isdisjoint(tail):
             return 0
         for length in range(len(tail), 0, -1):
-            if any(len(stop) > length and stop.startswith(tail[-length:]) for stop in self._stop):
+            if any(len(stop) > length and stop.startswith(tail[-length:]) for stop in self.stop):
                 return length
         return 0
 

@@ -62,6 +62,7 @@ INFO = {
     "state_bytes": 0,
     "state_cache_bytes": 0,
     "num_state_checkpoints": 0,
+    "quantised_bytes": 0,
     "tensor_parallel_size": 1,
     "draft_config": {"layers": "2", "masks": "1 causal, window 2048; 1 bidirectional"},
 }

@@ -85,7 +85,7 @@ def test_an_unknown_environment_variable_names_the_nearest(field: str, monkeypat
         (None, "cannot be read", ""),
         ("max_num_seq: 4", "max_num_seq", "did you mean max_num_seqs?"),
         ("gpu-memory-utilization: 0.9", "gpu-memory-utilization", "it is memory_utilization here"),
-        ("quantization: awq", "quantization", "refused: weights are run in 16 or 32 bits"),
+        ("revision: main", "revision", "refused: `hf download --revision` fetches it"),
     ],
 )
 def test_a_yaml_file_that_cannot_be_used_is_named(tmp_path: Path, text: str | None, why: str, hint: str) -> None:
@@ -134,6 +134,14 @@ def test_a_peers_speculative_config_starts_as_it_stands_or_as_a_mapping_in_yaml(
         assert config.num_speculative_tokens == said["num_speculative_tokens"]
         assert config.engine.draft_enforce_eager == said.get("enforce_eager", False)
         assert not config.engine.enforce_eager
+
+
+def test_keys_of_a_speculative_config_that_change_no_text_are_told(tmp_path: Path) -> None:
+    text = '{"method": "dspark", "model": "d", "draft_sample_method": "greedy", "attention_backend": "FLASH_ATTN"}'
+    for setting in (flag("speculative_config", text), yaml_file(tmp_path, f"speculative_config: {text}")):
+        sampled, attention = load_config([setting]).notes
+        assert "draft_sample_method" in sampled and "target's own choice" in sampled
+        assert "attention_backend" in attention and "the device decides" in attention
 
 
 @pytest.mark.parametrize("text", ['{"method": "dflash"}', '{"num_speculative_tokens": 7}'])

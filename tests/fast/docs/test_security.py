@@ -65,7 +65,9 @@ def runs_data(tree: ast.AST) -> list[str]:
 
 def test_nothing_that_comes_from_outside_is_run() -> None:
     found = {path: names for path, tree in sources() if (names := runs_data(tree))}
-    assert not found, found
+    reader = "engine/dflash/model.py"
+    assert found == {reader: ["torch.load"]}
+    assert (APP / reader).read_text(encoding="utf-8").count("torch.load(file, weights_only=True") == 1
 
 
 def test_no_code_of_a_checkpoint_is_asked_for() -> None:

@@ -24,14 +24,37 @@ def stream(left) -> RequestStream:
 def test_undelivered_deltas_become_one_that_keeps_the_step_bounds(stream):
     async def read():
         stream.put(TokenDelta("r", [1, 2], [SpecStep(2, 15, 1)], cached_tokens=16))
-        stream.put(TokenDelta("r", [3], [SpecStep(1, 15, 0)]))
-        stream.put(TokenDelta("r", [4], [SpecStep(1, 15, 0)], finish_reason="stop"))
+        stream.put(TokenDelta("r", [3], [SpecStep(1, 15, 0)], cached_tokens=16))
+        stream.put(TokenDelta("r", [4], [SpecStep(1, 15, 0)], cached_tokens=16, finish_reason="stop"))
         return [stream.take(), stream.take()]
 
     assert asyncio.run(read()) == [
         TokenDelta("r", [1, 2, 3, 4], [SpecStep(2, 15, 1), SpecStep(1, 15, 0), SpecStep(1, 15, 0)], 16, "stop"),
         None,
     ]
+
+
+def test_an_abort_by_this_side_keeps_what_the_engine_counted(stream):
+    async def read():
+        stream.put(TokenDelta("r", [1, 2], [], cached_tokens=16))
+        stream.put(TokenDelta("r", [], [], finish_reason="abort"))
+        return stream.take().token_ids, stream.timeline.tokens, stream.timeline.cached_tokens
+
+    assert asyncio.run(read()) == ([1, 2], 2, 16)
+
+
+def test_a_reader_may_wait_for_several_tokens_or_the_end(stream):
+    async def read():
+        event = asyncio.Event()
+        stream.notify(event, tokens=3)
+        heard = []
+        for token_ids, finish in [([1], None), ([2], None), ([3, 4], None), ([5], None), ([], "error")]:
+            stream.put(TokenDelta("r", token_ids, [], finish_reason=finish))
+            heard.append(stream.take().token_ids if event.is_set() else None)
+            event.clear()
+        return heard
+
+    assert asyncio.run(read()) == [None, None, [1, 2, 3, 4], None, [5]]
 
 
 def test_closing_twice_leaves_once(stream, left):
