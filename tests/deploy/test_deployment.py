@@ -32,6 +32,7 @@ from app.engine.npu.error_codes import MEANINGS
 from app.messages import FinishReason
 from app.metrics import TABLE
 from tests import ROOT
+from tests.deploy.schemas import schema_errors
 from tools.report.sections import SECTIONS
 
 DOCKER = ROOT / "docker"
@@ -72,17 +73,10 @@ def test_hadolint_minds_nothing_but_a_planted_mistake(name: str) -> None:
     assert any("DL3002" in finding for finding in lint(f"{read(f'docker/{name}')}\nUSER root\n"))
 
 
-def compose_errors(text: str, folder: Path) -> str:
-    (folder / "compose.yaml").write_text(text, encoding="utf-8")
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
-    done = subprocess.run([*command, str(folder / "compose.yaml")], capture_output=True, text=True)
-    return "" if done.returncode == 0 else done.stdout + done.stderr
-
-
 def test_compose_fits_its_schema(tmp_path: Path) -> None:
-    assert compose_errors(COMPOSE, tmp_path) == ""
+    assert schema_errors(COMPOSE, "compose-spec", tmp_path) == ""
     planted = COMPOSE.replace("stop_grace_period:", "stop_grace_time:", 1)
-    assert "stop_grace_time" in compose_errors(planted, tmp_path)
+    assert "stop_grace_time" in schema_errors(planted, "compose-spec", tmp_path)
 
 
 def validate_manifest(text: str) -> None:

@@ -36,7 +36,7 @@ class Process:
         model_folder: Path,
         port: int = 0,
         shutdown_timeout: float = 10 * PATIENCE,
-        step_timeout: float = 120,
+        step_timeout: float = 10 * PATIENCE,
         main: str = MAIN,
         settings: str = "",
         cwd: Path = ROOT,

@@ -180,7 +180,7 @@ def test_sigterm_finishes_64_streams_and_refuses_what_comes_then(process, script
         script.emit(request_id, hello)
     waiting = Stream(url)  # A connection that is open and idle, as proxies keep them.
     process.popen.send_signal(signal.SIGTERM)
-    process.read_until("stopping")
+    process.read_until("running requests get")  # Until then a request is taken.
     waiting.ask()
     refused = waiting.read_to_end()
     assert refused.startswith("HTTP/1.1 503") and "engine_draining" in refused

@@ -15,40 +15,46 @@ from tests.fast.api.served import PATIENCE, until
 from tests.server.demo import ENDLESS, ROOM, children, is_gone, process, ready
 
 LEADER, FOLLOWER = "app.engine.process", "app.engine.ranks.follower"
-FLAGS = ("--tensor-parallel-size", "2", "--verify", "full", "--max-num-seqs", "2", *ROOM)
+FLAGS = ("--verify", "full", "--max-num-seqs", "2", *ROOM)
+TWO = ("--tensor-parallel-size", "2", *FLAGS)
+FOUR = ("--tensor-parallel-size", "4", *FLAGS)
+"""More ranks than the demo pair has KV heads."""
 SHORT = {"model": "demo", "prompt": "1 2 3 4", "min_tokens": 8, "max_tokens": 8}
 HANG_SECONDS = 15
 """Seconds of the tests that wait for them, in which every step is done on a slow machine too."""
 
 
-def processes() -> dict[str, int]:
-    """Return the ranks that descend from this process."""
-    found, own = dict[str, int](), [os.getpid()]
+def processes() -> dict[int, int]:
+    """Return the processes of the ranks that descend from this one, by rank."""
+    found, own = dict[int, int](), [os.getpid()]
     for pid in own:
         with contextlib.suppress(OSError):  # it has ended meanwhile
             own += children(pid)
             words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            found |= {name: pid for name in (LEADER, FOLLOWER) if name in words}
+            if FOLLOWER in words:
+                found[int(words[words.index(FOLLOWER) + 1])] = pid
+            elif LEADER in words:
+                found[0] = pid
     return found
 
 
 @pytest.mark.parametrize(
-    ("victim", "number", "said"),
+    ("size", "victim", "number", "said"),
     [
-        (FOLLOWER, signal.SIGKILL, "rank 1 was killed by SIGKILL, so the engine ends"),
-        (FOLLOWER, signal.SIGSTOP, f"no step result within {HANG_SECONDS} s"),
-        (LEADER, signal.SIGKILL, "the engine process was killed by SIGKILL"),
-        (LEADER, signal.SIGSTOP, f"no step result within {HANG_SECONDS} s"),
+        (4, 3, signal.SIGKILL, "rank 3 was killed by SIGKILL, so the engine ends"),
+        (2, 1, signal.SIGSTOP, f"no step result within {HANG_SECONDS} s"),
+        (2, 0, signal.SIGKILL, "the engine process was killed by SIGKILL"),
+        (2, 0, signal.SIGSTOP, f"no step result within {HANG_SECONDS} s"),
     ],
-    ids=["follower killed", "follower stopped", "rank 0 killed", "rank 0 stopped"],
+    ids=["last of four killed", "follower stopped", "rank 0 killed", "rank 0 stopped"],
 )
 def test_the_end_of_a_rank_under_load_is_told_and_the_next_engine_serves(
-    victim: str, number: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    size: int, victim: int, number: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    if (victim, number) == (FOLLOWER, signal.SIGKILL):
+    if victim and number == signal.SIGKILL:
         customize(tmp_path, monkeypatch, LAST_WORDS)
     timeout = HANG_SECONDS if number == signal.SIGSTOP else 10 * PATIENCE
-    told_and_served_again(lambda ranks: os.kill(ranks[victim], number), said, "--step-timeout", f"{timeout}")
+    told_and_served_again(lambda ranks: os.kill(ranks[victim], number), said, size, "--step-timeout", f"{timeout}")
 
 
 def customize(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
@@ -109,12 +115,15 @@ def test_an_exception_in_a_follower_is_told_and_the_next_engine_serves(
     told_and_served_again(lambda _: (tmp_path / order).touch(), told)
 
 
-def told_and_served_again(end: Callable[[dict[str, int]], None], said: str, *flags: str) -> None:
+def told_and_served_again(end: Callable[[dict[int, int]], None], said: str, size: int = 2, *flags: str) -> None:
     """Assert that the stream in which `end` breaks a rank tells `said`, and that a new engine says the same text."""
-    with ready("demo", *FLAGS, *flags) as url, httpx.Client(base_url=url, timeout=PATIENCE) as client:
+    with (
+        ready("demo", *(FOUR if size == 4 else TWO), *flags) as url,
+        httpx.Client(base_url=url, timeout=PATIENCE) as client,
+    ):
         whole = client.post("/v1/completions", json=SHORT).json()
         ranks = processes()
-        assert ranks.keys() == {LEADER, FOLLOWER}
+        assert ranks.keys() == set(range(size))
         with client.stream("POST", "/v1/completions", json=ENDLESS) as response:
             events = response.iter_lines()
             assert next(events).startswith("data: ")
@@ -125,24 +134,41 @@ def told_and_served_again(end: Callable[[dict[str, int]], None], said: str, *fla
         until(lambda: client.get("/ready").status_code == 200)
         again = client.post("/v1/completions", json=SHORT).json()
         assert again["choices"][0]["text"] == whole["choices"][0]["text"]
-        assert processes().keys() == {LEADER, FOLLOWER}
+        assert processes().keys() == set(range(size))
         last = processes()
     until(lambda: all(is_gone(pid) for pid in last.values()))
     assert not processes()
 
 
 def test_a_follower_that_dies_without_work_is_told_too():
-    with ready("demo", *FLAGS) as url:
-        os.kill(processes()[FOLLOWER], signal.SIGKILL)
+    with ready("demo", *TWO) as url:
+        os.kill(processes()[1], signal.SIGKILL)
         until(lambda: "rank 1 was killed by SIGKILL" in httpx.get(f"{url}/ready", timeout=PATIENCE).text)
         until(lambda: httpx.get(f"{url}/ready", timeout=PATIENCE).status_code == 200)
 
 
 def test_a_whole_server_that_is_killed_leaves_no_rank():
-    with process("demo", *FLAGS) as (_, server):
+    with process("demo", *TWO) as (_, server):
         ranks = processes()
         server.kill()
-    assert ranks.keys() == {LEADER, FOLLOWER}
+    assert ranks.keys() == {0, 1}
+    until(lambda: all(is_gone(pid) for pid in ranks.values()))
+
+
+def test_sigterm_lets_four_ranks_finish_what_runs_and_leaves_none():
+    ask = {"model": "demo", "prompt": "1 2 3 4", "max_tokens": 100, "ignore_eos": True, "stream": True}
+    with (
+        process("demo", *FOUR, "--shutdown-timeout", f"{PATIENCE}") as (url, server),
+        httpx.stream("POST", f"{url}/v1/completions", json=ask, timeout=PATIENCE) as response,
+    ):
+        events = response.iter_lines()
+        assert next(events).startswith("data: ")
+        ranks = processes()
+        server.send_signal(signal.SIGTERM)
+        rest = "\n".join(events)
+        assert server.wait(PATIENCE) == 0
+    assert '"finish_reason":"length"' in rest and rest.rstrip().endswith("data: [DONE]")
+    assert ranks.keys() == set(range(4))
     until(lambda: all(is_gone(pid) for pid in ranks.values()))
 
 

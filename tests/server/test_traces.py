@@ -20,11 +20,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     add_TraceServiceServicer_to_server,
 )
 
+from app import demo
 from app.config.requirements import OTLP_PROTOCOL
 from tests.fast.api.served import PATIENCE, until
 from tests.server.demo import ENDLESS, ROOM, num_running, process
 
-BODY = {"model": "demo", "prompt": "Count from one to nine.", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+PROMPT = list(demo.token_ids(1)[0])
+BODY = {"model": "demo", "prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
 PHASES = "time_in_queue", "time_in_model_inference", "e2e"
 
 
