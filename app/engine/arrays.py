@@ -1,7 +1,6 @@
 """Records of arrays: NumPy's on the host, and tensors on the device under the same names. No torch."""
 
 from collections.abc import Callable
-from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,7 +31,7 @@ def with_arrays(record: R, other: Callable[[str, Any], Any], prefix: str = "") -
         value = getattr(record, name)
         if hasattr(value, "dtype"):
             value = other(prefix + name, value)
-        elif is_dataclass(value[0] if isinstance(value, list) and value else value):
+        elif hasattr(value[0] if isinstance(value, list) and value else value, "__dataclass_fields__"):
             value = with_arrays(value, other, f"{prefix}{name}.")
         fields[name] = value
     return type(record)(**fields)

@@ -5,6 +5,7 @@ stdin stays open, and its end means that the parent is gone. In the engine, only
 know `app.wire`.
 """
 
+import gc
 import logging
 import os
 import sys
@@ -109,6 +110,7 @@ def main() -> int:
     )
     try:
         engine = build_engine(config, _progress(link), join=followers.join)
+        gc.freeze()  # what was loaded stays, so no collection needs to walk it
         link.send(Ready(_info(engine, config)))
         serve(link, engine)
         return 0

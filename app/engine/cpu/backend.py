@@ -48,6 +48,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class CpuBackend(TorchBackend):
+    reads_arrays = True
     interleaved_rope = True
     quantised_dtypes = ("I8",)
     separate_prefill = False
@@ -206,7 +207,7 @@ class CpuBackend(TorchBackend):
         if not decoder.can_run(layers):
             return None
         run = decoder.Decoder(layers, norm, config, taps)
-        return lambda embedded, *rest: run(embedded, *rest) if len(embedded) <= self._few_rows else None
+        return lambda embedded, *rest: run(embedded, *rest) if embedded.shape[0] <= self._few_rows else None
 
     def write_context(self, features: Tensor, *weights: Any) -> bool:
         *of, rotation, kv, slots = weights
@@ -217,9 +218,10 @@ class CpuBackend(TorchBackend):
         return True
 
     def choose(self, hidden: Tensor, lm_head: Tensor) -> Tensor | None:
-        if not attention.is_own(hidden.dtype) or len(hidden) > self._few_rows or not lm_head.is_contiguous():
+        rows = hidden.shape[0]
+        if not attention.is_own(hidden.dtype) or rows > self._few_rows or not lm_head.is_contiguous():
             return None
-        choices = hidden.new_empty(len(hidden), dtype=torch.int64)
+        choices = torch.empty(rows, dtype=torch.int64)
         torch.ops.dflash_server.best_of(hidden.contiguous(), lm_head, choices)
         return choices
 

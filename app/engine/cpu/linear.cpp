@@ -55,6 +55,15 @@ UNROLLED inline void total(Lanes* sums) {
     each<HALVED>([&](auto i) UNROLLED { sums[i] = in_order(sums[i], lanes); });
 }
 
+// Keep a vector in a register: else GCC loads it for each multiplication.
+inline void in_register(Lanes& x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#elif defined(__AVX__)
+  asm("" : "+x"(x));
+#endif
+}
+
 // Rows of a weight that a tile asks the memory for, line by line, because the next tile reads them.
 struct Ahead {
   const char* from;
@@ -83,21 +92,15 @@ void add_tile(Lanes* sums, bool is_first, const Lanes* x, const char* weight, in
     each<R * O>([&](auto i) UNROLLED { own[i] = Lanes{}; });
   else
     each<R * O>([&](auto i) UNROLLED { own[i] = sums[i]; });
-  for (int64_t k = 0, left = steps; k < steps; k++, weight += WIDTH) {
-    for (int64_t i = 0; i < ahead.rows; i++, ahead.from += WIDTH) {
-      __builtin_prefetch(ahead.from, 0, 2);  // the second cache has room for more requests
-      if (--left) continue;
-      left = steps;
-      ahead.from += stride - steps * WIDTH;
-    }
+  for (int64_t k = 0; k < steps; k++, weight += WIDTH) {
+    for (int64_t i = 0; i < ahead.rows; i++)  // the second cache has room for more requests
+      __builtin_prefetch(ahead.from + i * stride + k * WIDTH, 0, 2);
     each<Kind::PARTS>([&](auto part) UNROLLED {
       Lanes right[R];
-      each<R>([&](auto r) UNROLLED { right[r] = x[part * R + r]; });
+      each<R>([&](auto r) UNROLLED { in_register(right[r] = x[part * R + r]); });
       each<O>([&](auto o) UNROLLED {
         Lanes left = Kind::part_at(weight + o * stride, part);
-#if defined(__AVX512F__)
-        asm("" : "+v"(left));  // or GCC loads it once for each row
-#endif
+        in_register(left);
         each<R>([&](auto r) UNROLLED { own[r * O + o] = Kind::add(left, right[r], own[r * O + o]); });
       });
     });
@@ -111,15 +114,10 @@ void add_tile(Lanes* sums, bool is_first, const Lanes* x, const char* weight, in
   typename Result::Number flat[VECTORS * LANES];
   total<R * O>(own);
   if (place->scales) each<VECTORS>([&](auto i) UNROLLED { own[i] *= reinterpret_cast<const Lanes*>(place->scales)[i]; });
-  each<VECTORS>([&](auto i) UNROLLED {
-    Result::store(own[i] + reinterpret_cast<const Lanes*>(place->added)[i], flat + i * LANES);
-  });
-  if (place->plus) {
-    alignas(WIDTH) float both[VECTORS * LANES] = {};
-    for (int i = 0; i < R * O; i++)
-      both[i] = Result::wide(flat[i]) + Result::wide(place->plus[i / O * place->stride + i % O]);
-    each<VECTORS>([&](auto i) UNROLLED { Result::store(reinterpret_cast<const Lanes*>(both)[i], flat + i * LANES); });
-  }
+  if (place->added) each<VECTORS>([&](auto i) UNROLLED { own[i] += reinterpret_cast<const Lanes*>(place->added)[i]; });
+  each<VECTORS>([&](auto i) UNROLLED { Result::store(own[i], flat + i * LANES); });
+  for (int i = 0; place->plus && i < R * O; i++)
+    flat[i] = Result::narrow(Result::wide(flat[i]) + Result::wide(place->plus[i / O * place->stride + i % O]));
   for (int r = 0; r < R; r++) {
     std::memcpy(place->y + r * place->stride, flat + r * O, O * sizeof flat[0]);
     if (place->also) std::memcpy(place->also + r * place->also_stride, flat + r * O, O * sizeof flat[0]);
@@ -185,12 +183,13 @@ struct ProductWork : Work {
     return (tiles + group - 1) / group + (tiles * OUTS < out);
   }
 
-  // Call one(R, first) for R rows of x at a time.
+  // Call one(R, first) for R rows of x at a time, which lie in one block.
   template <class One>
   static void tiles_of_rows(int64_t rows, const One& one) {
     for (int64_t r = 0; r < rows; r += ROWS) {
-      const int64_t left = rows - r;
-      if (left >= ROWS) one(std::integral_constant<int, ROWS>(), r);
+      const int64_t left = std::min(rows - r, BLOCK_ROWS - r % BLOCK_ROWS);
+      if (left == ROWS + 1) one(std::integral_constant<int, ROWS - 1>(), r--);  // two follow, not one
+      else if (left >= ROWS) one(std::integral_constant<int, ROWS>(), r);
       else if (left == 1) one(std::integral_constant<int, 1>(), r);
       else if (left == 2) one(std::integral_constant<int, 2>(), r);
       else one(std::integral_constant<int, ROWS - 1>(), r);
@@ -230,20 +229,20 @@ struct ProductWork : Work {
   template <int O>
   void add(const Lanes* x, int64_t at, Place<Written> place, int64_t tile, int64_t start, int64_t count, int64_t k,
            const Number* from, int64_t stride, int64_t length, const Number* next) const {
-    alignas(WIDTH) float added[(ROWS * O + LANES - 1) / LANES * LANES] = {}, scales[sizeof added / sizeof *added];
-    place.added = added;
+    alignas(WIDTH) float added[(ROWS * O + LANES - 1) / LANES * LANES], scales[sizeof added / sizeof *added];
+    const bool is_last = k + length == steps || k == whole;
+    place.added = is_last && bias ? added : nullptr;
     place.scales = of.scales ? scales : nullptr;
     for (int i = 0; of.scales && i < ROWS * O; i++) scales[i] = of.scales[at + i % O];
-    const bool is_last = k + length == steps || k == whole;
-    for (int i = 0; is_last && bias && i < ROWS * O; i++) {
+    for (int i = 0; place.added && i < ROWS * O; i++) {
       typename Own::Number number;  // a mapped file may have it at any place
       std::memcpy(&number, bias + at + i % O, sizeof number);
       added[i] = Own::wide(number);
     }
-    int64_t asked = 0, row = 0;
+    int asked = 0, row = 0;
     tiles_of_rows(count, [&](auto tile_rows, int64_t r) {
       constexpr int R = tile_rows;
-      row = std::min(r + R, count) * O / count;
+      row = int(r + R) * O / int(count);
       const Ahead ahead = {reinterpret_cast<const char*>(next) + asked * stride, next ? row - asked : 0};
       asked = row;
       add_tile<Kind, Result, R, O>(sums_of_tile(tile) + r * O, k == 0, x + ((start + r) * steps + k * R) * Kind::PARTS,
@@ -292,8 +291,14 @@ struct ProductWork : Work {
   void run_to(int64_t part, const Place<Written>& to) const {
     const int64_t then = part + threads, at = first_of(part);  // the others take those between
     const Number* next = then < parts ? weight + first_of(then) * in : nullptr;
-    if (part < groups) outputs<OUTS>(packed(), at, (end_of(part) - at) / OUTS, to, next);
-    else outputs<1>(packed(), at, out - at, to, next);
+    const int64_t count = (end_of(part) - at) / OUTS, wide = of.rows.count == 1 ? count / 2 : 0;
+    if (part == groups) return outputs<1>(packed(), at, out - at, to, next);
+    outputs<2 * OUTS>(packed(), at, wide, to, next);  // one row leaves registers for more
+    Place<Written> rest = to;
+    rest.y += wide * 2 * OUTS;
+    if (to.plus) rest.plus += wide * 2 * OUTS;
+    if (to.also) rest.also += wide * 2 * OUTS;
+    outputs<OUTS>(packed(), at + wide * 2 * OUTS, count - 2 * wide, rest, next);
   }
 
   void run(int64_t part) const override {

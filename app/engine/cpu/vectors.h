@@ -58,6 +58,7 @@ struct Float32 {
   static Lanes part(Bits numbers, int) { return reinterpret_cast<Lanes>(numbers); }
   static Lanes part_at(const char* at, int) { return *reinterpret_cast<const Lanes*>(at); }
   static Lanes add(Lanes a, Lanes b, Lanes sums) { return multiply_add(a, b, sums); }
+  static float narrow(float x) { return x; }
   static void store(Lanes values, float* to) { *reinterpret_cast<Lanes*>(to) = values; }
 };
 
@@ -90,6 +91,11 @@ struct BFloat16 {
   static void store(Lanes values, uint16_t* to) {
     const Bits bits = reinterpret_cast<Bits>(values), rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     for (int i = 0; i < LANES; i++) to[i] = rounded[i];
+  }
+  static uint16_t narrow(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   }
 };
 
@@ -145,11 +151,12 @@ inline void widen(const typename Kind::Number* from, int64_t count, Lanes* to) {
 // Round numbers, some of which end before a vector does.
 template <class Kind>
 inline void narrow(const Lanes* from, int64_t count, typename Kind::Number* to) {
-  for (int64_t i = 0; i < count; i += LANES) {
-    typename Kind::Number numbers[LANES];
-    Kind::store(from[i / LANES], numbers);
-    std::memcpy(to + i, numbers, std::min<int64_t>(LANES, count - i) * sizeof numbers[0]);
-  }
+  const int64_t whole = count / LANES * LANES;
+  for (int64_t i = 0; i < whole; i += LANES) Kind::store(from[i / LANES], to + i);
+  if (whole == count) return;
+  typename Kind::Number numbers[LANES];
+  Kind::store(from[whole / LANES], numbers);
+  std::memcpy(to + whole, numbers, (count - whole) * sizeof numbers[0]);
 }
 
 // Return the factor of RMSNorm of `count` numbers. The rest of the last vector is zeros.

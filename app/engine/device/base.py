@@ -139,12 +139,13 @@ class Backend(ABC):
     captures = False
     """True if graphs are faster on this device. `capture` works on every device."""
     lengths_on_host = True
-    """True if a launch needs exact lengths on the host. False if attention in a graph reads them from the device, so a
-    step can be launched before the previous one is read."""
+    """False if a graph's attention reads lengths on the device: a step can be launched before the last is read."""
     allows_empty_sequences = False
     """True if attention takes sequences without rows, so a step that fills a graph needs no padding."""
     memory_is_host = False
     """True if the host computes: other processes share its memory, no peak is measured, and a read costs nothing."""
+    reads_arrays = False
+    """True if tensors of a step without graphs may be the host's arrays."""
     quantised_dtypes: tuple[str, ...] = ()
     """Dtypes of stored weights, as safetensors names them, that mostly stay as they are."""
     batch_invariant = False
@@ -178,15 +179,14 @@ class Backend(ABC):
         return None
 
     def rotary_tables(self, angles: Tensor, dtype: torch.dtype, scales: Tensor | float = 1.0) -> Rotation:
-        """Return the tables on the device whose rows are a `Rotation`, for `angles` [positions, D / 2] fp32. A turned
-        pair is also multiplied by its number in `scales` [D / 2]."""
+        """Return tables whose rows are a `Rotation`, for `angles` [positions, D / 2] fp32 and `scales` of pairs."""
         halves = (scales * angles.cos(), scales * angles.sin())
         cos, sin = (torch.cat((half, half), dim=-1).to(self.device, dtype) for half in halves)
         return cos, sin
 
     def rotation_at(self, tables: Rotation, positions: Tensor) -> Rotation:
         """Return the rows of `rotary_tables` at positions [T], each [T, 1, ...]."""
-        return tuple(table[positions].unsqueeze(1) for table in tables)
+        return tuple(table.index_select(0, positions).unsqueeze(1) for table in tables)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return zeros on the device."""

@@ -78,7 +78,7 @@ class Sampler:
     def choose_greedily(self, hidden: Tensor, lm_head: Tensor, most_kept: int) -> tuple[Tensor, Tensor | None]:
         """Return `choose` without draws, and the logits [R, V] for `redraw` if they are of at most `most_kept` rows."""
         chunks, logits, keep = [], None, len(hidden) <= most_kept
-        for part in torch.split(hidden, self.max_greedy_rows):
+        for part in [hidden] if hidden.shape[0] <= self.max_greedy_rows else torch.split(hidden, self.max_greedy_rows):
             if keep or (chosen := self._choose(part, lm_head)) is None:
                 logits = self._backend.logits(part, lm_head)
                 choice, is_lost = self._greedy(logits)

@@ -25,14 +25,14 @@ Inputs = TypeVar("Inputs", DraftInputs[Any], TargetInputs[Any])
 
 @dataclass(frozen=True, slots=True)
 class OnDevice(Generic[Inputs]):
-    """The inputs of a forward as tensors, in memory that `packed` writes, and the metadata of their groups.
+    """The inputs of a forward as tensors, and the metadata of their groups, which are for the layers of `decoder`.
 
-    All groups are for the layers of `decoder`.
+    `packed` writes the tensors' memory. Without it they are the host's arrays.
     """
 
     inputs: Inputs
     metas: list[AttentionMetadata]
-    packed: Packed
+    packed: Packed | None
     decoder: DecoderConfig
 
 
@@ -58,10 +58,10 @@ class Forward:
         self.pending_context = PendingContext(lambda *rows: forward.drafter.write_context(*rows), self.max_rows)
         self.row_numbers = torch.arange(self.max_rows, dtype=torch.int32, device=self.backend.device)
 
-    def on_device(self, inputs: Inputs) -> OnDevice[Inputs]:
-        """Return `inputs` as tensors, after one copy, with their attention planned."""
-        packed = Packed(arrays(inputs), self.backend)
-        tensors = with_arrays(inputs, lambda name, _: packed.tensors[name])
+    def on_device(self, inputs: Inputs, *, captured: bool = False) -> OnDevice[Inputs]:
+        """Return `inputs` as tensors, after one copy or none, with their attention planned."""
+        packed = Packed(arrays(inputs), self.backend) if captured or not self.backend.reads_arrays else None
+        tensors = with_arrays(inputs, lambda name, own: packed.tensors[name] if packed else torch.from_numpy(own))
         size = self.page_size
         metas = [
             AttentionMetadata(g.query_start_loc, g.seq_lens, g.page_table, g.query_lens, g.host_seq_lens, size)
@@ -110,7 +110,8 @@ class Forward:
         if self.drafter is not None and features is not None:
             rotation = rows.rotation if self.drafter.rotary is self.rotary else None
             self.pending_context.add(features, positions, slot_mapping, rotation)
-        return hidden[inputs.logits_indices] if len(inputs.logits_indices) < len(token_ids) else hidden
+        some = inputs.logits_indices
+        return hidden[some] if some.shape[0] < token_ids.shape[0] else hidden
 
     def verify(
         self, inputs: TargetInputs[Tensor], choices: Tensor, drafts: Tensor | None, out: Tensor | None = None

@@ -105,6 +105,7 @@ class StepGraphs:
         return self.verified[: size[0] + 1]
 
     def _replay(self, graph: Graph, tensors: OnDevice[Any], inputs: Any) -> None:
+        assert tensors.packed
         tensors.packed.send(arrays(inputs))
         self._forward.plan(tensors, inputs)
         graph.replay()
@@ -173,7 +174,7 @@ class StepGraphs:
         is exchanged before the replay. An error of `run` itself ends all ranks: it has left others in their
         collectives. Raises UnsupportedError if there is no larger graph.
         """
-        tensors = self._forward.on_device(inputs)
+        tensors = self._forward.on_device(inputs, captured=True)
         has_run, graph = False, None
 
         def noting() -> tuple[Tensor, ...]:

@@ -199,8 +199,8 @@ class Layout:
         for row, share in zip(page_table, shares, strict=False):
             own = np.frombuffer(share.seq.pages, dtype=np.int32)[:width]
             row[: len(own)] = own
-        page_table[len(shares) :, :scratch] = np.arange(scratch)
         if padding:
+            page_table[len(shares) :, :scratch] = np.arange(scratch)
             starts += [0, *accumulate(padding[:-1])]
             counts, seq_lens = counts + padding, seq_lens + padding
         query_start_loc = np.array([0, *accumulate(counts)], dtype=np.int32)
