@@ -1,7 +1,7 @@
 // The operator dflash_server::attention: softmax(q k^T / sqrt(D)) v over paged K and V in float32 or bfloat16.
 //
 // K and V are read where they lie, by the page table. All rows of a sequence, up to MOST_ROWS, and all query heads of a
-// KV head share one reading. The numbers of a piece of K are turned, so that lanes are tokens and no sum is across them.
+// KV head share one reading.
 //
 // A row's tokens are walked in pieces and chunks of fixed places, and every sum is made in fp32 in one order. Tokens
 // that a row does not see add zeros. So a row's result depends only on its own sequence: not on other rows, on
@@ -18,9 +18,8 @@ namespace {
 
 constexpr int64_t PIECE = 128;   // tokens whose scores are kept, and whose K the first two caches hold
 constexpr int64_t CHUNK = 1024;  // tokens that a thread takes where sequences are few
-constexpr int64_t TILES = PIECE / LANES;
 constexpr int64_t MOST_ROWS = 64;  // rows times query heads of a KV head that go together
-constexpr int ROWS = 4;            // of them share a load
+constexpr int SHARED = 4;          // of them share a load of V
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int SUMS = 16;  // of 32 registers
 #else
@@ -39,30 +38,11 @@ inline Lanes broadcast(float x) { return reinterpret_cast<Lanes>(broadcast(&x));
 
 inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
 
-// Exchange the lanes of a that have the bit HALF with those of b that lack it.
-template <int HALF, int... I>
-UNROLLED inline void exchange(Bits& a, Bits& b, std::integer_sequence<int, I...>) {
-  const Bits low = {uint32_t(I & HALF ? LANES + I - HALF : I)...}, high = {uint32_t(I & HALF ? LANES + I : I + HALF)...};
-  const Bits first = __builtin_shuffle(a, b, low);
-  b = __builtin_shuffle(a, b, high);
-  a = first;
-}
-
-// Turn a square of words.
-template <int HALF = LANES / 2>
-UNROLLED inline void turn(Bits* square) {
-  each<LANES>([&](auto i) UNROLLED {
-    if constexpr (!(i & HALF))
-      exchange<HALF>(square[i], square[i + HALF], std::make_integer_sequence<int, LANES>());
-  });
-  if constexpr (HALF > 1) turn<HALF / 2>(square);
-}
-
-// Call one(R, first) for ROWS rows at a time, and for fewer last.
+// Call one(R, first) for SHARED rows at a time, and for fewer last.
 template <class One>
 void rows_at_a_time(int64_t rows, const One& one) {
   int64_t r = 0;
-  for (; r + ROWS <= rows; r += ROWS) one(std::integral_constant<int, ROWS>(), r);
+  for (; r + SHARED <= rows; r += SHARED) one(std::integral_constant<int, SHARED>(), r);
   if (r + 2 <= rows) one(std::integral_constant<int, 2>(), r), r += 2;
   if (r < rows) one(std::integral_constant<int, 1>(), r);
 }
@@ -96,7 +76,7 @@ struct Attention : AttentionRows {
   const Number *q = static_cast<const Number*>(AttentionRows::q), *k = static_cast<const Number*>(AttentionRows::k);
   const Number* v = static_cast<const Number*>(AttentionRows::v);
   Number* y = static_cast<Number*>(AttentionRows::y);
-  const int64_t group = heads / kv_heads, steps = (dim + Kind::STEP - 1) / Kind::STEP, words = steps * LANES;
+  const int64_t group = heads / kv_heads, steps = (dim + Kind::STEP - 1) / Kind::STEP;
   const bool pads = dim % Kind::STEP;
   const float scale = 1 / std::sqrt(float(dim)), exponent = scale * 1.44269504f;
 
@@ -172,37 +152,30 @@ struct Attention : AttentionRows {
     return copy;
   }
 
-  // Write the K of `tiles` tiles of tokens: word after word, the tokens of the piece side by side. Ask for their V.
-  ALONE void turn_piece(const Number* const* rows, const Number* const* v_rows, int64_t tiles, Bits* to) const {
-    for (int64_t tile = 0; tile < tiles; tile++)
-      for (int64_t step = 0; step < steps; step++) {
-        Bits square[LANES];
-        each<LANES>([&](auto i) UNROLLED {
-          square[i] = *reinterpret_cast<const Bits*>(rows[tile * LANES + i] + step * Kind::STEP);
-          __builtin_prefetch(v_rows[tile * LANES + i] + step * Kind::STEP);
-        });
-        turn(square);
-        each<LANES>([&](auto i) UNROLLED { to[(step * LANES + i) * TILES + tile] = square[i]; });
-      }
-  }
-
-  // Write scores of R rows and T tiles of tokens.
+  // Write scores of R rows and T tokens. Ask for the V of these.
   template <int R, int T>
-  ALONE void multiply(const uint32_t* rows, const Bits* keys, float* scores) const {
+  ALONE void multiply(const Lanes* rows, const Number* const* keys, const Number* const* values, float* scores) const {
+    constexpr int VECTORS = (R * T + LANES - 1) / LANES;
     Lanes sums[R * T];
     each<R * T>([&](auto i) UNROLLED { sums[i] = Lanes{}; });
-    for (int64_t word = 0; word < words; word++, keys += TILES, rows++)
+    for (int64_t step = 0; step < steps; step++) {
+      if (values) each<T>([&](auto t) UNROLLED { __builtin_prefetch(values[t] + step * Kind::STEP); });
       each<Kind::PARTS>([&](auto part) UNROLLED {
-        Lanes own[T];
-        each<T>([&](auto t) UNROLLED { own[t] = Kind::part(keys[t], part); });
+        Lanes own[R];
         each<R>([&](auto r) UNROLLED {
-          const Lanes number = Kind::part(broadcast(rows + r * words), part);
-          each<T>([&](auto t) UNROLLED { sums[r * T + t] = Kind::add(own[t], number, sums[r * T + t]); });
+          in_register(own[r] = Kind::part(reinterpret_cast<const Bits&>(rows[r * steps + step]), part));
+        });
+        each<T>([&](auto t) UNROLLED {
+          Lanes key = Kind::part_at(reinterpret_cast<const char*>(keys[t] + step * Kind::STEP), part);
+          in_register(key);
+          each<R>([&](auto r) UNROLLED { sums[r * T + t] = Kind::add(key, own[r], sums[r * T + t]); });
         });
       });
-    each<R * T>([&](auto i) UNROLLED {
-      *reinterpret_cast<Lanes*>(scores + i / T * PIECE + i % T * LANES) = sums[i];
-    });
+    }
+    float flat[VECTORS * LANES];
+    total<R * T>(sums);
+    each<VECTORS>([&](auto i) UNROLLED { reinterpret_cast<Lanes*>(flat)[i] = sums[i]; });
+    for (int r = 0; r < R; r++) std::memcpy(scores + r * PIECE, flat + r * T, T * sizeof *flat);
   }
 
   // Turn a row's scores of the tokens from `at` on into shares. Return the factor of its sums until now.
@@ -255,7 +228,7 @@ struct Attention : AttentionRows {
 
   // Return the vectors of memory that `run_chunk` takes.
   int64_t chunk_size(int64_t rows) const {
-    return PIECE * steps * (pads ? 3 : 1) + rows * (PIECE / LANES + steps + 1) + steps;
+    return PIECE * steps * (pads ? 2 : 0) + rows * (PIECE / LANES + steps + 1) + steps;
   }
 
   // Find the rows of a head's tokens [first, last) from `at` on.
@@ -284,7 +257,6 @@ struct Attention : AttentionRows {
   void run_chunk(const Block& block, int64_t head, int64_t chunk, const State& to, Lanes* memory) const {
     const int64_t rows = block.rows * group;
     auto take = [&](int64_t size) { return std::exchange(memory, memory + size); };
-    Bits* keys = reinterpret_cast<Bits*>(take(PIECE * steps));
     float *scores = reinterpret_cast<float*>(take(rows * PIECE / LANES)), *factors = reinterpret_cast<float*>(take(rows));
     Lanes *queries = take(rows * steps), *none = take(steps), *copies = memory;
     std::fill_n(none, steps, Lanes{});
@@ -297,8 +269,6 @@ struct Attention : AttentionRows {
       const int64_t first = std::max(block.start - at, int64_t(0)), last = std::min(PIECE, end - at);
       const int64_t tiles = (last + LANES - 1) / LANES;
       const Number *k_rows[PIECE], *v_rows[PIECE], *ahead[PIECE];
-      std::fill_n(k_rows, PIECE, reinterpret_cast<const Number*>(none));
-      std::fill_n(v_rows, PIECE, reinterpret_cast<const Number*>(none));
       std::fill_n(ahead, PIECE, reinterpret_cast<const Number*>(none));
       find(k, block.seq, head, at, first, last, k_rows);
       find(v, block.seq, head, at, first, last, v_rows);
@@ -307,11 +277,10 @@ struct Attention : AttentionRows {
         k_rows[t] = padded(copies + t * steps, k_rows[t]);
         v_rows[t] = padded(copies + (PIECE + t) * steps, v_rows[t]);
       }
-      turn_piece(k_rows, v_rows, tiles, keys);
-      rows_at_a_time(rows, [&](auto R, int64_t m) {
-        most_at_a_time<SUMS / ROWS>(tiles, [&](auto T, int64_t tile) {
-          multiply<R, T>(reinterpret_cast<const uint32_t*>(queries + m * steps), keys + tile,
-                         scores + m * PIECE + tile * LANES);
+      tiles_of_rows(rows, [&](auto R, int64_t m) {
+        most_at_a_time<R == 1 ? 2 * OUTS : OUTS>(last - first, [&](auto T, int64_t t) {
+          t += first;
+          multiply<R, T>(queries + m * steps, k_rows + t, m ? nullptr : v_rows + t, scores + m * PIECE + t);
         });
       });
       for (int64_t m = 0; m < rows; m++)

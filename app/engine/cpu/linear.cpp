@@ -16,53 +16,8 @@ using namespace dflash_server;
 
 namespace {
 
-#if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int ROWS = 4, OUTS = 6;  // of 32 registers a tile has 24 for its sums
-#else
-constexpr int ROWS = 3, OUTS = 4;  // of 16 registers 12
-#endif
-constexpr int BLOCK_ROWS = 8 * ROWS;
 constexpr int GROUP = 8;  // tiles whose sums are kept while the next numbers of x are in the first cache
 constexpr int64_t DEPTH_BYTES = 2048;
-
-// Return lanes of a where a lane's number lacks the bit HALF, and else of b, plus the lanes that are HALF away.
-template <int HALF, int... I>
-inline Lanes folded(Lanes a, Lanes b, std::integer_sequence<int, I...>) {
-  const Bits own = {uint32_t(I & HALF ? LANES + I : I)...}, other = own ^ HALF;
-  return __builtin_shuffle(a, b, own) + __builtin_shuffle(a, b, other);
-}
-
-// Return the lanes of totals in the order of their vectors: the first halving has put odd ones half the lanes away.
-template <int... I>
-inline Lanes in_order(Lanes totals, std::integer_sequence<int, I...>) {
-  constexpr auto reversed = [](int i) {
-    int found = 0;
-    for (int bit = 1, mirror = LANES / 2; mirror; bit *= 2, mirror /= 2) found |= i & bit ? mirror : 0;
-    return uint32_t(found);
-  };
-  return __builtin_shuffle(totals, Bits{reversed(I)...});
-}
-
-// Leave the totals of N vectors in the first N lanes. Every total is the same sum of pairs, whatever N is.
-template <int N, int HALF = LANES / 2>
-UNROLLED inline void total(Lanes* sums) {
-  constexpr int HALVED = (N + 1) / 2;
-  constexpr auto lanes = std::make_integer_sequence<int, LANES>();
-  each<HALVED>([&](auto i) UNROLLED { sums[i] = folded<HALF>(sums[2 * i], sums[std::min(2 * i + 1, N - 1)], lanes); });
-  if constexpr (HALF > 1)
-    total<HALVED, HALF / 2>(sums);
-  else
-    each<HALVED>([&](auto i) UNROLLED { sums[i] = in_order(sums[i], lanes); });
-}
-
-// Keep a vector in a register: else GCC loads it for each multiplication.
-inline void in_register(Lanes& x) {
-#if defined(__AVX512F__)
-  asm("" : "+v"(x));
-#elif defined(__AVX__)
-  asm("" : "+x"(x));
-#endif
-}
 
 // Rows of a weight that a tile asks the memory for, line by line, because the next tile reads them.
 struct Ahead {
@@ -181,19 +136,6 @@ struct ProductWork : Work {
   static int64_t num_parts(int64_t out, int64_t threads) {
     const int64_t tiles = out / OUTS, group = size_of_group(out, threads);
     return (tiles + group - 1) / group + (tiles * OUTS < out);
-  }
-
-  // Call one(R, first) for R rows of x at a time, which lie in one block.
-  template <class One>
-  static void tiles_of_rows(int64_t rows, const One& one) {
-    for (int64_t r = 0; r < rows; r += ROWS) {
-      const int64_t left = std::min(rows - r, BLOCK_ROWS - r % BLOCK_ROWS);
-      if (left == ROWS + 1) one(std::integral_constant<int, ROWS - 1>(), r--);  // two follow, not one
-      else if (left >= ROWS) one(std::integral_constant<int, ROWS>(), r);
-      else if (left == 1) one(std::integral_constant<int, 1>(), r);
-      else if (left == 2) one(std::integral_constant<int, 2>(), r);
-      else one(std::integral_constant<int, ROWS - 1>(), r);
-    }
   }
 
   const Lanes* packed() const {

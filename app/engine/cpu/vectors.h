@@ -129,6 +129,66 @@ UNROLLED inline void each(const One& one) {
   }
 }
 
+// Return lanes of a where a lane's number lacks the bit HALF, and else of b, plus the lanes that are HALF away.
+template <int HALF, int... I>
+inline Lanes folded(Lanes a, Lanes b, std::integer_sequence<int, I...>) {
+  const Bits own = {uint32_t(I & HALF ? LANES + I : I)...}, other = own ^ HALF;
+  return __builtin_shuffle(a, b, own) + __builtin_shuffle(a, b, other);
+}
+
+// Return the lanes of totals in the order of their vectors: the first halving has put odd ones half the lanes away.
+template <int... I>
+inline Lanes in_order(Lanes totals, std::integer_sequence<int, I...>) {
+  constexpr auto reversed = [](int i) {
+    int found = 0;
+    for (int bit = 1, mirror = LANES / 2; mirror; bit *= 2, mirror /= 2) found |= i & bit ? mirror : 0;
+    return uint32_t(found);
+  };
+  return __builtin_shuffle(totals, Bits{reversed(I)...});
+}
+
+// Leave the totals of N vectors in the first N lanes. Every total is the same sum of pairs, whatever N is.
+template <int N, int HALF = LANES / 2>
+UNROLLED inline void total(Lanes* sums) {
+  constexpr int HALVED = (N + 1) / 2;
+  constexpr auto lanes = std::make_integer_sequence<int, LANES>();
+  each<HALVED>([&](auto i) UNROLLED { sums[i] = folded<HALF>(sums[2 * i], sums[std::min(2 * i + 1, N - 1)], lanes); });
+  if constexpr (HALF > 1)
+    total<HALVED, HALF / 2>(sums);
+  else
+    each<HALVED>([&](auto i) UNROLLED { sums[i] = in_order(sums[i], lanes); });
+}
+
+// Sizes of a tile of a product, whose sums stay in registers.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int ROWS = 4, OUTS = 6;  // of 32 registers a tile has 24 for its sums
+#else
+constexpr int ROWS = 3, OUTS = 4;  // of 16 registers 12
+#endif
+constexpr int BLOCK_ROWS = 8 * ROWS;
+
+// Call one(R, first) for R rows at a time, which lie in one block of BLOCK_ROWS.
+template <class One>
+inline void tiles_of_rows(int64_t rows, const One& one) {
+  for (int64_t r = 0; r < rows; r += ROWS) {
+    const int64_t left = std::min(rows - r, BLOCK_ROWS - r % BLOCK_ROWS);
+    if (left == ROWS + 1) one(std::integral_constant<int, ROWS - 1>(), r--);  // two follow, not one
+    else if (left >= ROWS) one(std::integral_constant<int, ROWS>(), r);
+    else if (left == 1) one(std::integral_constant<int, 1>(), r);
+    else if (left == 2) one(std::integral_constant<int, 2>(), r);
+    else one(std::integral_constant<int, ROWS - 1>(), r);
+  }
+}
+
+// Keep a vector in a register: else GCC loads it for each multiplication.
+inline void in_register(Lanes& x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#elif defined(__AVX__)
+  asm("" : "+x"(x));
+#endif
+}
+
 // Return 2^x, x <= 0, by its Taylor series around the next whole number. Below 2^-126 it is 0, and NaN stays NaN.
 inline Lanes exp2(Lanes x) {
   constexpr float ROUNDING = 3 << 22;  // added, it leaves a number of up to 22 bits in the lowest ones
