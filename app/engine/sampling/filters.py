@@ -1,8 +1,7 @@
 """Top-k, top-p and min-p over many rows at once, without a sort of the vocabulary.
 
 The order is vLLM's: min-p, top-k, top-p, each over the tokens that the previous one keeps. Logits are already divided
-by the temperature. Most rows look at few tokens only (`shortlist`), and the others find thresholds (`keep`). Both keep
-all tokens that tie at an edge. 16-bit logits often tie, and the two ways must keep the same tokens.
+by the temperature. Most rows look at few tokens only (`shortlist`), others find thresholds (`keep`). Both keep ties.
 """
 
 from typing import NamedTuple
@@ -19,10 +18,9 @@ _HALVINGS = 26
 
 
 class Shortlist(NamedTuple):
-    """The C best tokens of N rows. `logits` and `tokens` are `[N, C]`, best first, and `kept` is a mask `[N, C]`.
+    """The C best tokens of N rows, best first, and a mask of those kept: [N, C].
 
-    `complete` [N] is true if all tokens that a row keeps are among them.
-    """
+    `complete` [N] is true if all tokens that a row keeps are among them."""
 
     logits: Tensor
     tokens: Tensor
@@ -39,7 +37,11 @@ def shortlist(logits: Tensor, of: Filters[Tensor], size: int) -> Shortlist:
     top_k_edge = best.gather(1, top_k.clamp(max=best.shape[1]).long() - 1)
     edge = torch.where(few, torch.maximum(min_p_edge, top_k_edge), min_p_edge)
     mass = (best - best[:, :1]).exp() * (best >= edge)
-    whole = ((logits - best[:, :1]).exp() * (logits >= edge)).sum(dim=-1, keepdim=True)
+    if of.form == "short":  # only tokens that tie at the edge can be missing
+        missing = (logits >= edge).sum(dim=-1, keepdim=True) - (best >= edge).sum(dim=-1, keepdim=True)
+        whole = mass.sum(dim=-1, keepdim=True) + missing * (edge - best[:, :1]).exp()
+    else:
+        whole = ((logits - best[:, :1]).exp() * (logits >= edge)).sum(dim=-1, keepdim=True)
     # A token is needed if the mass of the tokens before it is short of top-p.
     needed = (best >= edge) & (mass.cumsum(dim=-1) - mass < of.top_p[:, None] * whole)
     edge = best.masked_fill(~needed, torch.inf).amin(dim=-1, keepdim=True)
