@@ -3,6 +3,8 @@
 Sums are in fp32, and a result is rounded once. A *vector* is the unit of a reduction: a row, or one head of a row.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -67,23 +69,24 @@ def norm(
     tl.store(out_ptr + offset, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def convolve(rows: Tensor, base: Tensor, change: Tensor, side: int) -> Tensor:
+def convolve(part: Callable[[Tensor], Tensor], rows: Tensor, base: Tensor, change: Tensor) -> Tensor:
     """Return `Backend.convolve`. Its sums are in fp32."""
-    (num_rows, size), out, groups = rows.shape, rows.new_empty(rows.shape), base.shape[2]
-    per_program = items_per_program(num_rows, on_gpu=1)
-    convolved[triton.cdiv(num_rows, per_program), triton.cdiv(size, SILU_BLOCK.value)](
-        rows.contiguous(),
-        base[side],
-        change.contiguous(),
-        out,
-        num_rows,
-        change.shape[1],
-        2 * side * groups,
-        GROUPS=groups,
-        SIZE=size,
-        ROWS=per_program,
-    )
-    return out
+    (num_rows, size), groups, per_program = rows.shape, base.shape[2], items_per_program(len(rows), on_gpu=1)
+    for side in (0, 1):
+        x, rows = (part(rows) if side else rows).contiguous(), rows.new_empty(rows.shape)
+        convolved[triton.cdiv(num_rows, per_program), triton.cdiv(size, SILU_BLOCK.value)](
+            x,
+            base[side],
+            change.contiguous(),
+            rows,
+            num_rows,
+            change.shape[1],
+            2 * side * groups,
+            GROUPS=groups,
+            SIZE=size,
+            ROWS=per_program,
+        )
+    return rows
 
 
 @triton.jit(do_not_specialize=["num_rows", "width", "first_group"])

@@ -262,14 +262,14 @@ class Backend(ABC):
         gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
         return self.linear(F.silu(gate).mul_(up), down)
 
-    def convolve(self, rows: Tensor, base: Tensor, change: Tensor, side: int) -> Tensor:
-        """Return one side of DFlash2's convolution [T, H] of rows [T, H], by kernels `base` [2, 2, G, H / G] plus
-        `change` [D, w, 2, 2, G, 1] of the rows of D blocks. Both have sides, then taps: the row and the one before."""
-        own, before = (change[:, :, side] + base[side]).unbind(2)
-        blocks = rows.view_as(own)
-        out = own * blocks
-        out[:, 1:].addcmul_(before[:, 1:], blocks[:, :-1])
-        return out.view_as(rows)
+    def convolve(self, part: Callable[[Tensor], Tensor], rows: Tensor, base: Tensor, change: Tensor) -> Tensor:
+        """Return DFlash2's convolution, side 1, of `part` of side 0 of rows [T, H]. Kernels are `base` [2, 2, G, H / G]
+        plus `change` [D, w, 2, 2, G, 1] of the rows of D blocks, by side and tap: the row and the one before."""
+        for side, (own, before) in enumerate(base[:, :, None, None] + change.movedim((2, 3), (0, 1))):
+            blocks = (part(rows) if side else rows).view_as(own)
+            rows = (own * blocks).view_as(rows)
+            rows.view_as(own)[:, 1:].addcmul_(before[:, 1:], blocks[:, :-1])
+        return rows
 
     def empty_experts(self, like: Tensor, num_experts: int, out_features: int, in_features: int) -> Tensor:
         """Return memory [E, out, in] of the dtype and device of `like`, in the order that `moe` reads fastest."""

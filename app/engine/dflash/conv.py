@@ -26,8 +26,7 @@ class BlockConv(nn.Module):
     def around(self, part: Callable[[Tensor], Tensor], normed: Tensor, width: int) -> Tensor:
         """Return side 1 of `part` of side 0 of normed rows [T, H], in blocks of `width` rows."""
         change = self._backend.linear(normed, self.projection).view(-1, width, 2, 2, self.base.shape[2], 1)
-        convolve = self._backend.convolve
-        return convolve(part(convolve(normed, self.base, change, 0)), self.base, change, 1)
+        return self._backend.convolve(part, normed, self.base, change)
 
 
 class ConvolvedLayer(DecoderLayer):

@@ -108,9 +108,8 @@ def launch_all(config: dict[str, Any], backend: CudaBackend) -> None:
         backend.rms_norm(empty(rows, hidden), empty(hidden), 1e-6)
         backend.gated_mlp(empty(rows, hidden), empty(2 * inner, hidden), empty(hidden, inner))
         groups = hidden // 16
-        for side in (0, 1):
-            change = empty(rows, 1, 2, 2, groups, 1)
-            backend.convolve(empty(rows, hidden), empty(2, 2, groups, 16), change, side)
+        kernels = empty(2, 2, groups, 16), empty(rows, 1, 2, 2, groups, 1)
+        backend.convolve(lambda x: x, empty(rows, hidden), *kernels)
         context, slot_mapping = empty(rows * DRAFT_LAYERS, 2 * kv_heads, dim), numbers(rows * DRAFT_LAYERS)
         norms = empty(dim), empty(DRAFT_LAYERS, dim)
         backend.context_into_kv(ProjectedRows(context, *norms, 1e-6, rotation, kv, slot_mapping))
