@@ -35,11 +35,11 @@ def encode(message: Message) -> bytes:
 
 def _array(code: int, data: memoryview) -> Any:
     dtype, shape, content = msgspec.msgpack.decode(data)
-    return np.frombuffer(content, dtype=dtype).reshape(shape)
+    return np.frombuffer(bytearray(content), dtype=dtype).reshape(shape)  # writable, as tensors are
 
 
 decode = msgspec.msgpack.Decoder(Message, ext_hook=_array).decode
-"""Return the message of some bytes. Its arrays cannot be written to."""
+"""Return the message of some bytes."""
 
 
 def teller(send: Callable[[bytes], None]) -> Tell:
