@@ -22,7 +22,7 @@ MARKS = {"target": "asinh_", "head": "acosh_", "context": "atanh_", "draft": "fr
 """Part -> method of a tensor. PyTorch's operator and its kernel have this in their names."""
 BEGINNINGS: dict[str, tuple[type, str]] = {
     "target": (Forward, "deciding"),
-    "head": (Sampler, "choose"),
+    "head": (Sampler, "choose_greedily"),
     "context": (DFlashDrafter, "write_context"),
     "draft": (Forward, "draft"),
 }
