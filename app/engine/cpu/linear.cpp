@@ -183,7 +183,7 @@ struct ProductWork : Work {
     }
     int asked = 0, row = 0;
     tiles_of_rows(count, [&](auto tile_rows, int64_t r) {
-      constexpr int R = tile_rows;
+      constexpr int R = O > OUTS ? 1 : int(tile_rows);  // the widest tiles have one row
       row = int(r + R) * O / int(count);
       const Ahead ahead = {reinterpret_cast<const char*>(next) + asked * stride, next ? row - asked : 0};
       asked = row;
