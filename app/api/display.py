@@ -47,7 +47,8 @@ async def _show_loading(engine: EngineClient, console: Console) -> EngineState:
     """
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     bar = Progress(*columns, console=console, transient=True)
-    shown: AbstractContextManager[object] = bar if console.is_terminal else nullcontext()
+    is_shown = console.is_terminal and engine.state.phase == "loading"  # and not at the end of the server
+    shown: AbstractContextManager[object] = bar if is_shown else nullcontext()
     stage, task = "starting", bar.add_task("starting", total=None)
     with shown:
         while engine.state.phase == "loading":

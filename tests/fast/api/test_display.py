@@ -1,11 +1,16 @@
 """Lines about the start, for people who wait for it."""
 
+import asyncio
 from io import StringIO
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from app.api.display import ready_table, state_line
+from app.api import display
+from app.api.display import ready_table, show_start, state_line
+from app.engine_client.supervisor import EngineState, Phase
 from app.messages import EngineInfo
 
 
@@ -35,3 +40,22 @@ def test_the_line_of_recurrent_state_tells_of_the_checkpoints() -> None:
     said = "663 MiB of recurrent state for 32 requests, and 160 MiB for 8 checkpoints of the prefix cache"
     states = {"state_bytes": 663 << 20, "state_cache_bytes": 160 << 20, "num_state_checkpoints": 8}
     assert state_line(engine(**states)) == said
+
+
+@pytest.mark.parametrize("end", ["draining", "dead"])
+def test_a_bar_is_drawn_while_the_engine_loads_and_not_when_it_ends(
+    end: Phase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Console(file=StringIO(), force_terminal=True, width=200)
+    monkeypatch.setattr(display, "Console", lambda **_: terminal)
+    states = [EngineState("ready", engine()), EngineState(end)]
+    shown: list[str] = []
+
+    async def next_state() -> None:
+        shown.append(terminal.file.getvalue())  # type: ignore[attr-defined]
+        client.state = states.pop(0)
+
+    client: Any = SimpleNamespace(state=EngineState("loading"), supervisor=SimpleNamespace(next_state=next_state))
+    asyncio.run(show_start(client, "http://h:1", "tiny"))
+    assert not states and "starting" in shown[0] and "dflash-server is ready" in shown[1]
+    assert terminal.file.getvalue() == shown[1]  # type: ignore[attr-defined]
