@@ -34,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command, *flags = ["serve", *arguments] if arguments[0].startswith("-") else arguments
     if command not in COMMANDS:
-        meant = [nearest(command, COMMANDS) or f"serve {command}", *flags]
-        hint = f"did you mean `dflash-server {' '.join(meant)}`?"
+        tool, near = f"python -m tools.{command}", f"dflash-server {nearest(command, COMMANDS) or f'serve {command}'}"
+        hint = f"did you mean `{' '.join([tool if command in ('bench', 'report') else near, *flags])}`?"
         return ConfigError(f"unknown command {command}", hint).show()
     # If torch loads device backends by itself, a torch_npu without CANN breaks `import torch` in every process. The NPU
     # backend imports torch_npu by name.

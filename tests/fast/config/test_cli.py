@@ -291,6 +291,9 @@ def test_an_sglang_command_starts_as_it_stands() -> None:
 def test_a_misspelt_command_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["srve", "--port", "1"]) == 2
     assert "did you mean `dflash-server serve --port 1`?" in capsys.readouterr().err
+    for command in ("bench", "report"):
+        assert cli.main([command, "--help"]) == 2
+        assert f"did you mean `python -m tools.{command} --help`?" in capsys.readouterr().err
 
 
 def test_a_leading_flag_means_serve(served: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
