@@ -75,9 +75,10 @@ class EngineCore:
 
     def launch(self, batch: Batch) -> PendingStep:
         """Queue a step on the device. The runner gets arrays only."""
-        if slots := self.scheduler.pool.to_scrub:
+        if any(slots := self.scheduler.to_scrub):
             self.runner.scrub(slots)
-            slots.clear()
+            for own in slots:
+                own.clear()
         return self.runner.launch(self.runner.layout.build(batch)) if batch else no_rows()
 
     def _take_ahead(self) -> Launched | None:

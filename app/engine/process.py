@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from app import log
+from app import log, wire
 from app.config.engine import EngineConfig
 from app.engine.dflash.acceptance import Acceptance
 from app.engine.dflash.startup_log import report
@@ -28,20 +28,6 @@ from app.engine.load.engine import Engine, Progress, build_engine
 from app.engine.ranks.leader import Followers
 from app.engine.ranks.parent import leave_with_parent
 from app.messages import EngineInfo, Request, StepOutput, TokenDelta
-from app.wire import (
-    Abort,
-    Command,
-    Fatal,
-    FlushCache,
-    LoadProgress,
-    Ready,
-    Reply,
-    Shutdown,
-    Stepped,
-    Submit,
-    decode_config,
-    encode_config,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -69,17 +55,17 @@ class Link:
             socket.set_hwm(0)
             socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+        self._decoder: msgspec.msgpack.Decoder[wire.Command] = msgspec.msgpack.Decoder(wire.Command)
 
-    def send(self, reply: Reply) -> None:
+    def send(self, reply: wire.Reply) -> None:
         self._replies.send(self._encoder.encode(reply))
 
-    def receive(self, wait_ms: int | None) -> list[Command | Unreadable]:
+    def receive(self, wait_ms: int | None) -> list[wire.Command | Unreadable]:
         """Return all commands that have come. The first is waited for, and with None it comes.
 
         Raises msgspec.DecodeError for a command that cannot be read and names no request.
         """
-        commands: list[Command | Unreadable] = []
+        commands: list[wire.Command | Unreadable] = []
         while self._commands.poll(0 if commands else wait_ms):
             message = self._commands.recv()
             try:
@@ -95,14 +81,14 @@ class Link:
 
 def main() -> int:
     commands, replies = sys.argv[1:]
-    config = decode_config(sys.stdin.readline())
+    config = wire.decode_config(sys.stdin.readline())
     log.set_up(config.log_level, config.log_format)
     threading.Thread(target=leave_with_parent, daemon=True).start()
     use_own_cores()
     link = Link(commands, replies)
     folder = Path(commands.removeprefix("ipc://")).parent
     followers = Followers(
-        encode_config(config) + "\n",
+        wire.encode_config(config) + "\n",
         config.tensor_parallel_size,
         folder,
         partial(_end, replies),
@@ -111,15 +97,15 @@ def main() -> int:
     try:
         engine = build_engine(config, _progress(link), join=followers.join)
         gc.freeze()  # what was loaded stays, so no collection needs to walk it
-        link.send(Ready(_info(engine, config)))
+        link.send(wire.Ready(_info(engine, config)))
         serve(link, engine)
         return 0
     except UnsupportedError as error:
-        link.send(Fatal(str(error), user_error=True))
+        link.send(wire.Fatal(str(error), user_error=True))
         return 2
     except Exception as error:
         followers.wait_for_end(_FOLLOWER_END_SECONDS)
-        link.send(Fatal(last_words(error)))
+        link.send(wire.Fatal(last_words(error)))
         raise
     finally:
         followers.close()
@@ -131,7 +117,7 @@ def _end(replies: str, reason: str) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.PUSH)
     socket.connect(replies)
-    socket.send(msgspec.msgpack.encode(Fatal(f"{reason}, so the engine ends")))
+    socket.send(msgspec.msgpack.encode(wire.Fatal(f"{reason}, so the engine ends")))
     context.destroy(linger=1000)
     os._exit(1)
 
@@ -142,32 +128,32 @@ def serve(link: Link, engine: Engine) -> None:
     while True:
         for command in link.receive(0 if core.has_work else None):
             match command:
-                case Submit():
+                case wire.Submit():
                     if refusal := _add(engine, command.request):
                         link.send(_idle(link, engine, refusal))
                 case Unreadable():
                     core.abort(command.request_id)
                     refusal = _refusal(command.request_id, command.reason)
                     link.send(_idle(link, engine, refusal))
-                case Abort():
+                case wire.Abort():
                     core.abort(command.request_id)
                     if not core.has_work:  # no step will report that the pages are free
                         link.send(_idle(link, engine))
-                case FlushCache():
+                case wire.FlushCache():
                     core.flush_cache()
                     link.send(_idle(link, engine))
-                case Shutdown():
+                case wire.Shutdown():
                     return
         if core.has_work:
             output = core.step()
-            link.send(Stepped(output))
+            link.send(wire.Stepped(output))
             acceptance.add(output.deltas)
 
 
-def _idle(link: Link, engine: Engine, *deltas: TokenDelta) -> Stepped:
+def _idle(link: Link, engine: Engine, *deltas: TokenDelta) -> wire.Stepped:
     """Return the reply to a command that no step follows."""
     scheduler = engine.core.scheduler
-    return Stepped(StepOutput(list(deltas), scheduler.stats(), scheduler.take_cache_events()))
+    return wire.Stepped(StepOutput(list(deltas), scheduler.stats(), scheduler.take_cache_events()))
 
 
 def _add(engine: Engine, request: Request) -> TokenDelta | None:
@@ -232,7 +218,7 @@ def _progress(link: Link) -> Progress:
         is_new = stage not in started
         if is_new or done == total or now - sent_at > _PROGRESS_INTERVAL_SECONDS:
             sent_at = now
-            link.send(LoadProgress(stage, done, total, started.setdefault(stage, now)))
+            link.send(wire.LoadProgress(stage, done, total, started.setdefault(stage, now)))
 
     return send
 

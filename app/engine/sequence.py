@@ -18,10 +18,11 @@ class Sequence:
     prefilling, or recomputing after a preemption. `pages` are int32, in the order of the tokens they hold. `batch_slot`
     is its row in arrays of max_num_seqs while it runs, else -1. `num_cached` counts the prompt tokens that were cached
     at its first admission, and `num_found` the tokens on pages found at its last one. A `cacheable` sequence finds and
-    publishes pages. It `is_sound` if all KV on its pages is known to be finite. `state_slot` has its recurrent state,
-    `next_state_slot` gets that of the rows that run now, and `split_slot` that in the middle of them. They are 0 if
-    there is none. `replaceable` is the digest of a checkpoint that the sequence's next one replaces. A run ends when
-    its memory is freed, and a preempted sequence begins another.
+    publishes pages. It `is_sound` if all KV on its pages is known to be finite. `draft_pages` are those of a draft that
+    has its own (`dflash/draft_pages.py`). `state_slot` has its recurrent state, `next_state_slot` gets that of the rows
+    that run now, and `split_slot` that in the middle of them. They are 0 if there is none. `replaceable` is the digest
+    of a checkpoint that the sequence's next one replaces. A run ends when its memory is freed, and a preempted sequence
+    begins another.
     """
 
     request: Request
@@ -30,6 +31,8 @@ class Sequence:
     num_computed: int = 0
     batch_slot: int = -1
     pages: "array[int]" = field(default_factory=lambda: array("i"))
+    draft_pages: "array[int]" = field(default_factory=lambda: array("i"))
+    first_draft_page: int = 0
     num_cached: int | None = None
     num_found: int = 0
     state_slot: int = 0

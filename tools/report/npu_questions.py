@@ -24,7 +24,7 @@ from app.check.operators import TOLERANCE, Attention, Inputs, Lens, Operator, Pa
 from app.engine.device.base import AttentionMask, Backend, LayerKv
 from app.engine.device.factory import make_backend
 from app.engine.npu import host_probes
-from app.engine.step.graph_sizes import GraphSizes
+from app.engine.schedule.graph_sizes import GraphSizes
 from app.engine.step.graphs import StepGraphs
 from tools.report.command import Options
 from tools.report.engine import demo_engine

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from app.engine.core import EngineCore
 from app.engine.device.base import Backend
 from app.engine.device.factory import found_device, make_backend
 from app.engine.dflash.conv import ConvolvedLayer
+from app.engine.dflash.draft_pages import DraftPages
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.dflash.model import DFlashModel, read_mask_row
 from app.engine.dflash.rotation import read_rotation, turned_back, turned_fc
@@ -27,11 +28,12 @@ from app.engine.dflash.startup_log import log_draft
 from app.engine.errors import UnsupportedError
 from app.engine.load.loader import Int8Weights, OpenWeights, SafetensorsWeights, target_class
 from app.engine.load.made_up_steps import measure_costs, step_memory
-from app.engine.load.memory import bytes_per_token, check_weights, kv_bytes, make_state_slots, make_states, settle_pages
+from app.engine.load.memory import check_weights, kv_bytes, make_state_slots, make_states, with_pages
 from app.engine.load.plan import Plan, Sizes, make_plan, name_of
 from app.engine.load.refusals import Facts, check
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import Attention
+from app.engine.models.page_pool import PagePool
 from app.engine.models.rope import RotaryTable
 from app.engine.models.state_pool import StatePool
 from app.engine.models.target import Target
@@ -39,7 +41,7 @@ from app.engine.models.weights import Weights
 from app.engine.sampling.penalties import TokenCounts
 from app.engine.sampling.sampler import Sampler
 from app.engine.sampling.sharded import ShardedSampler
-from app.engine.schedule.page_pool import CacheEvents, PagePool
+from app.engine.schedule.cache_events import CacheEvents
 from app.engine.schedule.policy import Policy
 from app.engine.schedule.scheduler import Scheduler
 from app.engine.step.forward import Forward
@@ -130,10 +132,8 @@ def _load(
     runner_over = partial(_runner, backend, comm, target, draft, states)
     step = 0 if backend.memory_is_host else step_memory(partial(runner_over, plan), backend, plan.sizes)
     kv = comm.minimum(kv_bytes(plan, backend, states, step * (2 if plan.graph_sizes else 1)))
-    token_bytes = plan.sharing * sum(bytes_per_token(decoder, plan.dtype) for decoder in plan.decoders)
-    sizes, num_pages = settle_pages(config, plan.sizes, kv, token_bytes)
-    plan = replace(plan, sizes=sizes, num_pages=num_pages)
-    return runner_over(plan, num_pages, tell, partial(on_progress, "graphs")), plan
+    plan = with_pages(plan, kv)
+    return runner_over(plan, plan.num_pages, tell, partial(on_progress, "graphs")), plan
 
 
 def _read_weights(
@@ -205,13 +205,15 @@ def _runner(
     counts = TokenCounts(sizes.max_num_seqs, vocab, backend)
     hybrid, first = states is not None, plan.draft.first_draft_row if plan.draft else 1
     apart = backend.separate_prefill or hybrid  # a recurrent layer reads decoding rows and chunks as groups
-    layout = Layout(sizes.page_size, apart, first, hybrid, host_positions=backend.lengths_on_host)
+    own, on_host = sizes.num_draft_pages, backend.lengths_on_host
+    layout = Layout(sizes.page_size, apart, first, hybrid, host_positions=on_host, own_draft_pages=own > 0)
     length = max(sizes.padded_len, plan.max_rows)
     tables = {(d.rope, d.head_dim): RotaryTable(d.rope, d.head_dim, length, *of_all) for d in plan.decoders}
     rotaries = [tables[d.rope, d.head_dim] for d in plan.decoders]  # one lookup for target and context KV
     pools, drafter = [KvPool(plan.target, num_pages, sizes.page_size, *of_all, states)], None
     if plan.draft and draft:
-        pools.append(KvPool(plan.draft.decoder, num_pages, sizes.page_size, *of_all))
+        own = own if plan.num_pages else 0  # steps of made-up sequences have the same pages in both
+        pools.append(KvPool(plan.draft.decoder, own or num_pages, sizes.page_size, *of_all))
         drafter = DFlashDrafter(draft, pools[1], rotaries[1], sampler, backend)
     forward = Forward(target, pools[0], rotaries[0], sampler, backend, sizes.page_size, plan.max_rows, drafter)
     graphs, pages = None, max(sizes.pages_per_sequence, sizes.scratch_pages)
@@ -234,8 +236,9 @@ def _warm(runner: ModelRunner, plan: Plan, on_progress: Progress) -> Engine:
     overlap = graphs is not None and (bool(graphs.draft_graphs) or runner.forward.drafter is None)
 
     def core(policy: Policy) -> EngineCore:
+        of_pages, own = (sizes.page_size, sizes.scratch_pages), sizes.num_draft_pages
         scheduler = Scheduler(
-            PagePool(plan.num_pages, sizes.page_size, sizes.scratch_pages),
+            PagePool(plan.num_pages, *of_pages),
             max_num_seqs=sizes.max_num_seqs,
             max_num_batched_tokens=sizes.max_num_batched_tokens,
             max_model_len=sizes.max_model_len,
@@ -243,6 +246,7 @@ def _warm(runner: ModelRunner, plan: Plan, on_progress: Progress) -> Engine:
             prefix_caching=config.prefix_caching and (states is None or states.num_checkpoints > 0),
             policy=policy,
             states=make_state_slots(states, sizes) if states else None,
+            draft_pages=DraftPages(own, *of_pages, sizes.draft_window) if own else None,
         )
         return EngineCore(scheduler, runner, overlap=overlap)
 
@@ -260,6 +264,6 @@ def _warm(runner: ModelRunner, plan: Plan, on_progress: Progress) -> Engine:
         costs = measure_costs(runner, sizes, plan.num_pages, partial(on_progress, "timing steps"), overlap=overlap)
     serving = core(Policy(sizes.block_size, costs, config.verify if isinstance(config.verify, int) else None))
     if config.cache_events:
-        serving.scheduler.pool.events = CacheEvents()
+        serving.scheduler.events = CacheEvents()
     shapes = plan.target, plan.draft, states
     return Engine(serving, sizes, str(backend.device), name_of(plan.dtype), *shapes)

@@ -2,18 +2,17 @@
 
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from app.engine.device.base import Backend
 from app.engine.errors import UnsupportedError
 from app.engine.load.loader import Progress
 from app.engine.load.plan import Sizes
 from app.engine.schedule.batch import Batch, ScheduledSequence
-from app.engine.schedule.costs import CostTable, Shape, shapes
+from app.engine.schedule.costs import CostTable, Shape, expected_ms, shapes
 from app.engine.sequence import Sequence
 from app.engine.step.inputs import StepInputs
 from app.engine.step.runner import ModelRunner, PendingStep
@@ -86,7 +85,9 @@ def pages_of(num_seqs: int, sizes: Sizes) -> int:
 
 def _sequence(num_tokens: int, pages: Iterable[int], temperature: float) -> Sequence:
     asked = SamplingParams(temperature, frequency_penalty=temperature)
-    return Sequence(Request("profile", (0,) * num_tokens, num_tokens + 1, asked), arrival=0, pages=array("i", pages))
+    seq = Sequence(Request("profile", (0,) * num_tokens, num_tokens + 1, asked), arrival=0, pages=array("i", pages))
+    seq.draft_pages = seq.pages
+    return seq
 
 
 def measure_costs(
@@ -109,28 +110,13 @@ def measure_costs(
             for shape in shapes(n, sizes.block_size, widths):
                 seconds = time.perf_counter() - begun
                 on_progress(min(int(seconds), MAX_SECONDS - 1), MAX_SECONDS)
-                ms = _expected_ms(shape, times) if len(times) > 1 else 0.0  # the first two are timed in any case
+                ms = expected_ms(shape, times) if len(times) > 1 else 0.0  # the first two are timed in any case
                 if not ms or seconds + (ms if ms > _SLOW_MS else _IN_A_ROW * ms) / 1000 <= MAX_SECONDS:
                     ms = _timed(runner, made_up(shape, sizes), overlap=overlap)
                     times[shape] = min(ms, times.get(shape, ms))
     on_progress(MAX_SECONDS, MAX_SECONDS)
     wanted = [shape for n in seqs if n in ends or Shape(n) in times for shape in shapes(n, sizes.block_size, widths)]
-    return CostTable({shape: _expected_ms(shape, times) for shape in wanted}, runner.layout.graphs)
-
-
-def _expected_ms(shape: Shape, times: Mapping[Shape, float]) -> float:
-    """Return the quickest time of a shape, or else scale those of others by their rows: rows of the target and rows of
-    the draft each have one cost, fitted to all shapes and the first plain step."""
-    if shape in times:
-        return times[shape]
-    first = times[Shape(1)]
-    rows, rest = np.array([_rows(timed) for timed in times], dtype=float), np.array([*times.values()]) - first
-    return first + float(_rows(shape) @ np.linalg.lstsq(rows, rest)[0].clip(min=0))
-
-
-def _rows(shape: Shape) -> NDArray[np.int64]:
-    """Return the rows `[2]` of the target and of the draft, without the row of one plain sequence."""
-    return np.array((shape.seqs - 1 + shape.drafting * (shape.rows - 1), shape.drafting * shape.block))
+    return CostTable({shape: expected_ms(shape, times) for shape in wanted}, runner.layout.graphs)
 
 
 def _with_varied_tokens(runner: ModelRunner, inputs: StepInputs) -> StepInputs:

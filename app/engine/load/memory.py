@@ -8,12 +8,12 @@ from functools import partial
 import torch
 
 from app.config.engine import EngineConfig
-from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.comm.comm import Comm
 from app.engine.device.base import Backend
 from app.engine.device.gated_delta import CHUNK
 from app.engine.errors import UnsupportedError
 from app.engine.load.plan import PREFILL_SHARE, Plan, Sizes
+from app.engine.models.kv_pool import bytes_per_token
 from app.engine.models.state_pool import StatePool
 from app.engine.models.weights import Weights
 from app.engine.schedule.state_slots import StateSlots
@@ -116,12 +116,30 @@ def kv_bytes(plan: Plan, backend: Backend, states: StatePool | None, step: int) 
     return wanted
 
 
-def settle_pages(config: EngineConfig, sizes: Sizes, kv_bytes: int, token_bytes: int) -> tuple[Sizes, int]:
-    """Return the sizes, and the pages in `kv_bytes` with scratch pages, at most as many as all sequences can use. One
-    sequence of `max_model_len` must fit, which is shortened until it does if the user left it open. Otherwise raises
-    UnsupportedError with the numbers."""
+def with_pages(plan: Plan, kv_bytes: int) -> Plan:
+    """Return the plan with the pages that `kv_bytes` hold. The draft gets those of its own only if they are fewer."""
+    sizes, own = plan.sizes, plan.sizes.num_draft_pages
+    of_target, *of_draft = (plan.sharing * bytes_per_token(each, plan.dtype) for each in plan.decoders)
+    shared = min(sizes.most_pages, kv_bytes // (sizes.page_size * (of_target + sum(of_draft))))
+    if 0 < own < shared:
+        of_own = own * sizes.page_size * sum(of_draft)
+        sizes, num_pages = settle_pages(plan.config, sizes, kv_bytes, of_target, of_own)
+        told = "KV: the draft needs %d pages of its own, because its layers have windows; the target has %d, and not %d"
+        logger.info(told, own, num_pages, shared)
+    else:
+        sizes = replace(sizes, num_draft_pages=0)
+        sizes, num_pages = settle_pages(plan.config, sizes, kv_bytes, of_target + sum(of_draft))
+    return replace(plan, sizes=sizes, num_pages=num_pages)
+
+
+def settle_pages(
+    config: EngineConfig, sizes: Sizes, kv_bytes: int, token_bytes: int, of_draft: int = 0
+) -> tuple[Sizes, int]:
+    """Return the sizes, and the pages in `kv_bytes` less those `of_draft`, with scratch pages, at most as many as all
+    sequences can use. One sequence of `max_model_len` must fit, which is shortened until it does if the user left it
+    open. Otherwise raises UnsupportedError with the numbers."""
     page_bytes = sizes.page_size * token_bytes
-    num_pages = max(0, kv_bytes) // page_bytes
+    num_pages = max(0, kv_bytes - of_draft) // page_bytes
     needed = sizes.pages_per_sequence + sizes.scratch_pages
     if num_pages < needed and config.max_model_len is None:
         fitting = (num_pages - sizes.scratch_pages) * sizes.page_size - 2 * sizes.block_size
@@ -132,11 +150,6 @@ def settle_pages(config: EngineConfig, sizes: Sizes, kv_bytes: int, token_bytes:
         raise UnsupportedError(
             f"{max(0, kv_bytes) / 2**20:.0f} MiB for KV hold {num_pages} pages of {sizes.page_size} tokens, but one "
             f"sequence of --max-model-len {sizes.max_model_len} needs {needed}: give --kv-cache-memory "
-            f"{-(-needed * page_bytes // 2**20)}MiB, or a smaller --max-model-len"
+            f"{-(-(needed * page_bytes + of_draft) // 2**20)}MiB, or a smaller --max-model-len"
         )
-    return sizes, min(num_pages, sizes.max_num_seqs * sizes.pages_per_sequence + sizes.scratch_pages)
-
-
-def bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of K and V of one token in all layers with attention."""
-    return 2 * config.num_kv_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return sizes, min(num_pages, sizes.most_pages)

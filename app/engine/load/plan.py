@@ -8,12 +8,14 @@ import torch
 from app.config.engine import EngineConfig
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.device.base import Backend, Defaults
+from app.engine.dflash.context_kv import MAX_PENDING
+from app.engine.dflash.draft_pages import num_draft_pages
 from app.engine.errors import UnsupportedError
 from app.engine.load.refusals import Facts, check
+from app.engine.models.page_pool import SCRATCH_PAGES
 from app.engine.models.weights import shard
-from app.engine.schedule.page_pool import SCRATCH_PAGES
-from app.engine.step.graph_plan import settle_graph_sizes
-from app.engine.step.graph_sizes import GraphSizes
+from app.engine.schedule.graph_sizes import GraphSizes
+from app.engine.step.graph_plan import plan_graphs
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +28,8 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Settled sizes. `block_size` is 1 without a draft. A sequence's pages cover `padded_len` positions. Padded page
-    tables and padding rows point to the first `scratch_pages` pages."""
+    tables and padding rows point to the first `scratch_pages` pages. The draft may have `num_draft_pages` of its own,
+    for `draft_window` tokens before a sequence's rows."""
 
     block_size: int
     max_model_len: int
@@ -34,6 +37,8 @@ class Sizes:
     max_num_batched_tokens: int
     page_size: int
     scratch_pages: int = SCRATCH_PAGES
+    draft_window: int = 0
+    num_draft_pages: int = 0
 
     @property
     def padded_len(self) -> int:
@@ -43,6 +48,11 @@ class Sizes:
     @property
     def pages_per_sequence(self) -> int:
         return -(-self.padded_len // self.page_size)
+
+    @property
+    def most_pages(self) -> int:
+        """Return the pages that all sequences can use, with scratch pages."""
+        return self.max_num_seqs * self.pages_per_sequence + self.scratch_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +98,13 @@ def make_plan(config: EngineConfig, models: tuple[DecoderConfig, DFlashConfig | 
     check(Facts(config, target, draft, name_of(dtype)))
     block_size = draft.block_size if draft else 1
     sizes = settle_sizes(config, block_size, target.max_position_embeddings, backend.defaults)
-    graph_sizes = _graph_sizes(config, sizes, backend)
+    graph_sizes = plan_graphs(config, sizes.max_num_seqs, block_size, backend)
     if graph_sizes:
         sizes = replace(sizes, scratch_pages=-(-graph_sizes.max_rows // sizes.page_size))
+    windows = [mask.window or 0 for mask in draft.decoder.masks] if draft else [0]
+    if min(windows):
+        window = max(*windows, MAX_PENDING)  # rows of so many steps may be written late
+        sizes = replace(sizes, draft_window=window, num_draft_pages=num_draft_pages(window, sizes))
     sharing = config.tensor_parallel_size if backend.memory_is_host else 1
     return Plan(config, target, draft, dtype, sizes, graph_sizes, sharing)
 
@@ -131,20 +145,3 @@ def settle_sizes(config: EngineConfig, block_size: int, model_limit: int, defaul
             + (f", or --max-num-seqs {tokens // block_size} at most" if tokens >= block_size else "")
         )
     return Sizes(block_size, config.max_model_len or model_limit, seqs, tokens, config.page_size or defaults.page_size)
-
-
-def _graph_sizes(config: EngineConfig, sizes: Sizes, backend: Backend) -> GraphSizes | None:
-    """Return the sizes to capture, or None to run eagerly."""
-    if not backend.captures if config.enforce_eager is None else config.enforce_eager:
-        return None
-    max_graphs, limit = config.max_graphs, backend.max_graphs(config.tensor_parallel_size)
-    if limit is not None and limit < max_graphs:
-        logger.warning("--max-graphs %d: this device has streams for %d, so that many are captured", max_graphs, limit)
-        max_graphs = limit
-    return settle_graph_sizes(
-        sizes.max_num_seqs,
-        sizes.block_size,
-        max_graphs,
-        draft_graphs=config.draft is not None and not config.draft_enforce_eager,
-        spare=0 if backend.allows_empty_sequences else 1,
-    )

@@ -45,3 +45,8 @@ class KvPool:
         places = self.slots_in_all_layers(slot_mapping).long()
         for kv in (self.all_layers.k, self.all_layers.v):
             kv.flatten(0, 1).index_fill_(0, places, 0)
+
+
+def bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of K and V of one token in all layers with attention."""
+    return 2 * config.num_kv_layers * config.num_kv_heads * config.head_dim * dtype.itemsize

@@ -23,7 +23,7 @@ class Message(NamedTuple):
     """Call that all ranks make: the launch of a step, or the scrub of slots. Numbers count from 0, without gaps."""
 
     number: int
-    argument: StepInputs | list[int]
+    argument: StepInputs | list[list[int]]
 
 
 def encode(message: Message) -> bytes:
@@ -46,7 +46,7 @@ def teller(send: Callable[[bytes], None]) -> Tell:
     """Return what a runner of rank 0 calls before each step and each scrub."""
     num_sent = 0
 
-    def tell(argument: StepInputs | list[int]) -> None:
+    def tell(argument: StepInputs | list[list[int]]) -> None:
         nonlocal num_sent
         if isinstance(argument, StepInputs) and argument.sampling:  # rank 0 draws, so only it counts tokens
             argument = replace(argument, sampling=[replace(rows, penalties=None) for rows in argument.sampling])

@@ -3,10 +3,12 @@
 from collections.abc import Mapping, Sequence
 from functools import cache
 from math import exp, log
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from app.engine.schedule.graph_sizes import GraphSizes
 
 Floats = NDArray[np.float64]
 Curve = tuple[Floats, Floats]
@@ -38,14 +40,19 @@ def shapes(seqs: int, block_size: int, widths: Sequence[int] = ()) -> list[Shape
     return list(dict.fromkeys((Shape(seqs), Shape(seqs, 1, block_size, block_size), *all_draft)))
 
 
-class StepSizes(Protocol):
-    """Sizes that steps are padded to, because they come from graphs."""
+def expected_ms(shape: Shape, times: Mapping[Shape, float]) -> float:
+    """Return the quickest time of a shape, or else scale those of others by their rows: rows of the target and rows of
+    the draft each have one cost, fitted to all shapes and the first plain step."""
+    if shape in times:
+        return times[shape]
+    first = times[Shape(1)]
+    rows, rest = np.array([_rows(timed) for timed in times], dtype=float), np.array([*times.values()]) - first
+    return first + float(_rows(shape) @ np.linalg.lstsq(rows, rest)[0].clip(min=0))
 
-    def target_passes(self, num_seqs: int) -> Sequence[tuple[int, int]]:
-        """Return (sequences, drafts) that target passes of `num_seqs` are padded to, by drafts, which ascend."""
 
-    def draft_passes(self, width: int) -> Sequence[tuple[int, int]]:
-        """Return (blocks, width) that draft passes of blocks of `width` rows are padded to, by blocks, which ascend."""
+def _rows(shape: Shape) -> NDArray[np.int64]:
+    """Return the rows `[2]` of the target and of the draft, without the row of one plain sequence."""
+    return np.array((shape.seqs - 1 + shape.drafting * (shape.rows - 1), shape.drafting * shape.block))
 
 
 class CostTable:
@@ -55,7 +62,7 @@ class CostTable:
     does. With graphs a step costs what the one of `sizes` does that it is padded to, so costs are a staircase.
     """
 
-    def __init__(self, ms: Mapping[Shape, float], sizes: StepSizes | None = None) -> None:
+    def __init__(self, ms: Mapping[Shape, float], sizes: GraphSizes | None = None) -> None:
         """Split `ms` of all `shapes` of some numbers of sequences into target and draft.
 
         A few drafts cost the target a slope each, the least over all widths, because noise only adds. The draft pass

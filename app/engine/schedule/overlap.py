@@ -43,7 +43,7 @@ def schedule_ahead(scheduler: Scheduler, batch: Batch, *, draws: bool) -> Batch 
         next_slot = _next_slot(scheduler, share) if scheduler.states.num_slots else 0
         places = prev_row, share.num_drafts, next_slot
         after.decodes.append(ScheduledSequence(seq, seq.num_tokens, drafts + 1, True, drafts, *places))
-    return after
+    return scheduler.with_draft_pages(after)
 
 
 def _next_slot(scheduler: Scheduler, share: ScheduledSequence) -> int:

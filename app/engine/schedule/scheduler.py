@@ -4,8 +4,10 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 
+from app.engine.dflash.draft_pages import DraftPages
+from app.engine.models.page_pool import OutOfPages, PagePool
 from app.engine.schedule.batch import Batch, ScheduledSequence, StepResult
-from app.engine.schedule.page_pool import OutOfPages, PagePool
+from app.engine.schedule.cache_events import CacheEvents
 from app.engine.schedule.policy import Policy
 from app.engine.schedule.state_slots import StateSlots
 from app.engine.sequence import NOT_FINITE, Sequence
@@ -39,10 +41,16 @@ class Scheduler:
         prefix_caching: bool = True,
         policy: Policy | None = None,
         states: StateSlots | None = None,
+        draft_pages: DraftPages | None = None,
     ) -> None:
         self.pool = pool
+        self.draft_pages = draft_pages
+        self.to_scrub = [pool.to_scrub, *([draft_pages.pool.to_scrub] if draft_pages else [])]
+        """Slots to be zeroed before the next step: the target's, and the draft's if it has its own pages."""
         self.states = states or StateSlots()
-        pool.on_forget = self.states.forget
+        pool.on_forget = self._forgotten
+        self.events: CacheEvents | None = None
+        """Changes of the prefix cache, if they are wanted."""
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -100,7 +108,7 @@ class Scheduler:
 
     def take_cache_events(self) -> list[CacheEvent]:
         """Return the changes of the prefix cache since the last call, if they are wanted."""
-        return [] if self.pool.events is None else self.pool.events.take()
+        return [] if self.events is None else self.events.take()
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError for one that could never run."""
@@ -124,23 +132,35 @@ class Scheduler:
         """Forget all cached pages. Running sequences go on, and publish no more pages."""
         self.pool.flush()
         self.states.flush()
+        if self.draft_pages:
+            self.draft_pages.pool.flush()
+        if self.events is not None:
+            self.events.cleared()
         for seq in self.running:
             seq.cacheable = False
 
     def schedule(self) -> Batch:
         """Return the rows of the next step, with nothing in flight. It is empty if all that could run are dropped."""
-        page_size = self.pool.page_size
         for seq in self.unclean:
-            after = range(seq.num_computed, len(seq.pages) * page_size)
-            self.pool.to_scrub += [seq.pages[place // page_size] * page_size + place % page_size for place in after]
+            self.pool.scrub(seq.pages, seq.num_computed)
+            if self.draft_pages:
+                self.draft_pages.pool.scrub(seq.draft_pages, seq.num_computed)
         self.unclean.clear()
         while True:
             try:
-                return self._next_batch()
+                return self.with_draft_pages(self._next_batch())
             except Exception as error:
                 if self.at_hand is None:
                     raise
                 self._dropped.append(self.on_error(self.at_hand, error))
+
+    def with_draft_pages(self, batch: Batch) -> Batch:
+        """Return the batch, whose rows and whole blocks get pages of the draft's own."""
+        if self.draft_pages:
+            for share in batch.shares:
+                end = share.start + share.max_accepted + max(share.count, self.block_size)
+                self.draft_pages.pool.grow(share.seq.draft_pages, end)
+        return batch
 
     def take_dropped(self) -> list[TokenDelta]:
         """Return the last deltas of sequences that could not be scheduled, once."""
@@ -265,6 +285,8 @@ class Scheduler:
         seq.pages = found
         seq.num_computed = seq.num_found = len(found) * self.pool.page_size
         self.pool.grow(seq.pages, self.max_length(seq))
+        if self.draft_pages:
+            self.draft_pages.begin(seq)
         if seq.cacheable and seq.num_cached is None:
             seq.num_cached = seq.num_computed
             self.prefix_cache_queries += seq.num_tokens
@@ -335,13 +357,20 @@ class Scheduler:
     def _publish(self, share: ScheduledSequence) -> None:
         """Let pages be found that end between the share's start and `num_computed`. Refused drafts lie past it."""
         seq, page_size = share.seq, self.pool.page_size
+        filled = range(share.start // page_size, seq.num_computed // page_size)
+        if self.draft_pages:
+            self.draft_pages.move(seq, filled if seq.cacheable else ())
         if seq.cacheable:
-            filled = range(share.start // page_size, seq.num_computed // page_size)
             new = [page for page in filled if self.pool.publish(seq.pages[page], seq.digest(page, page_size))]
-            if new and self.pool.events is not None:
-                self.pool.events.stored(seq, new, page_size)
+            if new and self.events is not None:
+                self.events.stored(seq, new, page_size)
             if self.states.num_checkpoints:
                 self._publish_states(share)
+
+    def _forgotten(self, digest: bytes) -> None:
+        self.states.forget(digest)
+        if self.events is not None:
+            self.events.removed(digest)
 
     def _publish_states(self, share: ScheduledSequence) -> None:
         """Let the states that the share's rows leave after full pages be found.
@@ -388,6 +417,8 @@ class Scheduler:
         known = seq.num_computed // self.pool.page_size if seq in self.in_flight else len(seq.pages)
         self.pool.release(seq.pages[known:], sound=False)
         self.pool.release(seq.pages[:known], sound=seq.is_sound)
+        if self.draft_pages:
+            self.draft_pages.release(seq, known)
         self.unclean.discard(seq)
         seq.pages, seq.num_found, seq.is_sound = array("i"), 0, False
         seq.num_ended_runs += 1
@@ -395,6 +426,8 @@ class Scheduler:
     def forget_pages(self, seq: Sequence) -> None:
         """Let the pages and checkpoints of a sequence, some of which may not be finite, be found no more."""
         self.pool.forget(seq.pages)
+        if self.draft_pages:
+            self.draft_pages.pool.forget(seq.draft_pages)
         if self.states.num_checkpoints:
             for page in range(min(len(seq.pages), seq.num_tokens // self.pool.page_size)):
                 self.states.forget(seq.digest(page, self.pool.page_size))

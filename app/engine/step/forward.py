@@ -87,7 +87,7 @@ class Forward:
         """Return drafts [D, w - first_draft_row], integers, of the tokens after each anchor, of blocks of w rows."""
         assert self.drafter is not None, "a batch with drafts came to a runner without a drafter"
         inputs, (group,), (meta,) = tensors.inputs, tensors.inputs.groups, tensors.metas
-        positions, slot_mapping = self.positions_and_slots(group, meta)
+        positions, slot_mapping = self.positions_and_slots(group, group.draft_table)
         return self.drafter.propose(inputs.request_ids, inputs.anchors, positions, slot_mapping, meta)
 
     def deciding(self, tensors: TargetTensors, drafts: Tensor | None) -> Tensor:
@@ -99,7 +99,7 @@ class Forward:
         if drafts is not None:
             drafted = torch.cat((token_ids, drafts.flatten().to(torch.int32)))
             token_ids = drafted.index_select(0, inputs.token_source)
-        parts = [self.positions_and_slots(*each) for each in zip(inputs.groups, metas, strict=True)]
+        parts = [self.positions_and_slots(group) for group in inputs.groups]
         positions, slot_mapping = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         recurrent = inputs.recurrent
         if recurrent and recurrent.decodes:  # begin where the step in flight leaves them
@@ -109,7 +109,7 @@ class Forward:
         hidden, features = self.target.forward(token_ids, rows, self.pool)
         if self.drafter is not None and features is not None:
             rotation = rows.rotation if self.drafter.rotary is self.rotary else None
-            self.pending_context.add(features, positions, slot_mapping, rotation)
+            self.pending_context.add(features, positions, self._draft_slots(inputs.groups, slot_mapping), rotation)
         some = inputs.logits_indices
         return hidden[some] if some.shape[0] < token_ids.shape[0] else hidden
 
@@ -119,8 +119,18 @@ class Forward:
         """Return `engine.verify.verify` of the choices [R] and drafts [D, columns]."""
         return self.backend.verify(choices, drafts, inputs.logits_start, inputs.num_drafts, inputs.draft_index, out)
 
-    def positions_and_slots(self, group: RowGroup[Tensor], meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
+    def positions_and_slots(self, group: RowGroup[Tensor], page_table: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the positions and slots of a group's rows, in another table than its own if one is given."""
         if group.positions is not None and group.slot_mapping is not None:
             return group.positions, group.slot_mapping
         rows = group.seq_ids, group.position_offsets, self.row_numbers[: len(group.seq_ids)]
-        return self.backend.positions_and_slots(*rows, meta.page_table, meta.page_size)
+        table = group.page_table if page_table is None else page_table
+        return self.backend.positions_and_slots(*rows, table, self.page_size)
+
+    def _draft_slots(self, groups: list[RowGroup[Tensor]], slot_mapping: Tensor) -> Tensor:
+        """Return the slots of the rows' context KV: the target's `slot_mapping`, unless the draft has its own pages."""
+        if groups[0].draft_table is not None:
+            found = [self.positions_and_slots(group, group.draft_table)[1] for group in groups]
+        else:
+            found = [group.draft_slots for group in groups if group.draft_slots is not None] or [slot_mapping]
+        return found[0] if len(found) == 1 else torch.cat(found)

@@ -1,12 +1,31 @@
-"""Which sizes of decode steps are captured in graphs. It is decided at startup. No torch."""
+"""Which sizes of decode steps are captured in graphs. It is decided at startup."""
 
+import logging
+
+from app.config.engine import EngineConfig
+from app.engine.device.base import Backend
 from app.engine.errors import UnsupportedError
-from app.engine.step.graph_sizes import GraphSizes, Size
+from app.engine.schedule.graph_sizes import GraphSizes, Size
+
+logger = logging.getLogger(__name__)
 
 FLAT_ROWS = 64
 """Rows up to which a step takes hardly longer with more of them, because it reads all weights once (docs/cuda.md)."""
 FEW_SEQS = 8
 """Sequences whose steps may all be whole blocks. Up to some 128 rows the weights are most of a step's time."""
+
+
+def plan_graphs(config: EngineConfig, max_num_seqs: int, block_size: int, backend: Backend) -> GraphSizes | None:
+    """Return the sizes to capture, or None to run eagerly."""
+    if not backend.captures if config.enforce_eager is None else config.enforce_eager:
+        return None
+    max_graphs, limit = config.max_graphs, backend.max_graphs(config.tensor_parallel_size)
+    if limit is not None and limit < max_graphs:
+        logger.warning("--max-graphs %d: this device has streams for %d, so that many are captured", max_graphs, limit)
+        max_graphs = limit
+    draft_graphs = config.draft is not None and not config.draft_enforce_eager
+    spare = 0 if backend.allows_empty_sequences else 1
+    return settle_graph_sizes(max_num_seqs, block_size, max_graphs, draft_graphs=draft_graphs, spare=spare)
 
 
 def settle_graph_sizes(

@@ -18,8 +18,8 @@ from app.engine.sampling.metadata import GRAPH_KINDS, Kind, SamplingMetadata
 from app.engine.sampling.penalties import TokenCounts
 from app.engine.sampling.sampler import Draws, on_device
 from app.engine.schedule.batch import Batch
+from app.engine.schedule.graph_sizes import GraphSizes, Size
 from app.engine.step.forward import DraftTensors, Forward, OnDevice, TargetTensors
-from app.engine.step.graph_sizes import GraphSizes, Size
 from app.engine.step.inputs import DraftInputs, Layout, TargetInputs
 from app.engine.step.sampling_rows import graph_rows
 
@@ -140,7 +140,7 @@ class StepGraphs:
         def run(draw: SamplingMetadata[Tensor]) -> tuple[Tensor, ...]:
             """Choose rows again and verify. A row draws the token after its position."""
             inputs, (choices,) = target.inputs, graph.outputs
-            positions, _ = forward.positions_and_slots(inputs.groups[0], target.metas[0])
+            positions, _ = forward.positions_and_slots(inputs.groups[0])
             own = replace(draw, state=forward.sampler.mix(draw.state ^ (positions.index_select(0, draw.rows) + 1)))
             forward.sampler.redraw(choices, self._hidden, forward.target.lm_head, self._logits, own)
             counts.move([draw], forward.verify(inputs, choices, self.drafts, self.verified[: size[0] + 1]))

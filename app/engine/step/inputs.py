@@ -4,7 +4,9 @@ The same records hold NumPy arrays on the host and tensors on the device (`A`). 
 fields, so neither the copy between the two nor the message to other ranks knows a field.
 """
 
+from array import array
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Generic
 
@@ -14,7 +16,7 @@ from app.engine.arrays import A, Array, Ints
 from app.engine.models.recurrent_rows import RecurrentRows, sequence_rows
 from app.engine.sampling.metadata import SamplingMetadata
 from app.engine.schedule.batch import Batch, ScheduledSequence
-from app.engine.step.graph_sizes import GraphSizes, Size
+from app.engine.schedule.graph_sizes import GraphSizes, Size
 from app.engine.step.sampling_rows import sampled_rows
 
 
@@ -25,7 +27,9 @@ class RowGroup(Generic[A]):
     Row r is of sequence `seq_ids[r]` [R]. `position_offsets` [S] is a sequence's first position less the number of its
     first row, so a row's position is its number plus that. `query_start_loc` [S + 1] are the numbers of first rows, and
     `seq_lens` [S] include the rows themselves. `page_table` is [S, P], padded with the scratch page 0. `query_lens` and
-    `host_seq_lens` are lengths on the host. `positions` and `slot_mapping` [R] are there if the device wants them.
+    `host_seq_lens` are lengths on the host. `positions` and `slot_mapping` [R] are there if the device wants them. A
+    draft's own pages are in `draft_table`, or their slots in `draft_slots` [R]. Its attention reads those in
+    `page_table`, which begins with the first that a sequence still holds.
     """
 
     seq_ids: A
@@ -37,6 +41,8 @@ class RowGroup(Generic[A]):
     host_seq_lens: list[int]
     positions: A | None = None
     slot_mapping: A | None = None
+    draft_table: A | None = None
+    draft_slots: A | None = None
 
 
 @dataclass(slots=True)
@@ -96,7 +102,8 @@ class Layout:
     Prefill chunks are a group of their own if `separate_prefill`. A draft's block has a row for each draft, and with a
     `first_draft_row` of 1 the anchor's. `hybrid` targets get the slots of their recurrent state. Some devices get
     `host_positions`, which are positions and slots. Decode steps are padded to the sizes of `graphs`, which may hold
-    draws. Drafts are in the columns of a whole block. Padding rows lie on the first pages, each in its own slot.
+    draws. Drafts are in the columns of a whole block. Padding rows lie on the first pages, each in its own slot. The
+    draft may have its `own_draft_pages`.
     """
 
     page_size: int
@@ -106,6 +113,7 @@ class Layout:
     host_positions: bool = False
     graphs: GraphSizes | None = None
     draws_in_graphs: bool = False
+    own_draft_pages: bool = False
 
     def build(self, batch: Batch) -> StepInputs:
         """Return the arrays of a batch that is not empty."""
@@ -131,7 +139,7 @@ class Layout:
             request_ids=[share.seq.request.request_id for share in drafting],
             anchors=_filled([share.seq.token_ids[-1] for share in drafting], blocks),
             prev_rows=_filled([share.prev_row for share in drafting], blocks, -1),
-            groups=[self._group(drafting, [rows] * len(drafting), padding, pages)],
+            groups=[self._group(drafting, [rows] * len(drafting), padding, pages, of_draft=True)],
         )
 
     def target(self, batch: Batch, size: Size | None, draft_columns: int, pages: int = 0) -> TargetInputs[Ints]:
@@ -183,7 +191,7 @@ class Layout:
         )
 
     def _group(
-        self, shares: list[ScheduledSequence], counts: list[int], padding: list[int], pages: int
+        self, shares: list[ScheduledSequence], counts: list[int], padding: list[int], pages: int, of_draft: bool = False
     ) -> RowGroup[Ints]:
         """Return `counts[i]` rows from the start of `shares[i]` on, with pages for the greatest start they may have.
 
@@ -195,12 +203,15 @@ class Layout:
         ends = [length + share.max_accepted for length, share in zip(seq_lens, shares, strict=True)]
         scratch = -(-self.graphs.max_rows // self.page_size) if self.graphs and padding else 0
         width = max(pages, scratch, -(-max(ends, default=0) // self.page_size))
-        page_table = np.zeros((len(shares) + len(padding), width), dtype=np.int32)
-        for row, share in zip(page_table, shares, strict=False):
-            own = np.frombuffer(share.seq.pages, dtype=np.int32)[:width]
-            row[: len(own)] = own
+        tables = partial(_table, num_padding=len(padding), scratch=scratch, width=width)
+        page_table = placed_in = tables([share.seq.pages for share in shares])
+        draft_table = tables([share.seq.draft_pages for share in shares]) if self.own_draft_pages else None
+        if of_draft and draft_table is not None:
+            firsts = [share.seq.first_draft_page for share in shares]
+            seq_lens = [n - first * self.page_size for n, first in zip(seq_lens, firsts, strict=True)]
+            page_table = tables([share.seq.draft_pages[first:] for first, share in zip(firsts, shares, strict=True)])
+            placed_in = draft_table
         if padding:
-            page_table[len(shares) :, :scratch] = np.arange(scratch)
             starts += [0, *accumulate(padding[:-1])]
             counts, seq_lens = counts + padding, seq_lens + padding
         query_start_loc = np.array([0, *accumulate(counts)], dtype=np.int32)
@@ -211,7 +222,11 @@ class Layout:
         if self.host_positions:
             group.positions = np.arange(len(seq_ids), dtype=np.int32) + offsets[seq_ids]
             page, in_page = np.divmod(group.positions, np.int32(self.page_size))
-            group.slot_mapping = page_table[seq_ids, page] * np.int32(self.page_size) + in_page
+            group.slot_mapping = placed_in[seq_ids, page] * np.int32(self.page_size) + in_page
+            if draft_table is not None and not of_draft:
+                group.draft_slots = draft_table[seq_ids, page] * np.int32(self.page_size) + in_page
+        else:
+            group.draft_table = draft_table
         return group
 
     def _recurrent(self, batch: Batch, group: RowGroup[Ints], size: Size | None) -> RecurrentRows[Ints]:
@@ -239,6 +254,16 @@ def _filled(values: list[int], size: int, padding: int = 0) -> Ints:
     filled: Ints = np.full(size, padding, dtype=np.int32)
     filled[: len(values)] = values
     return filled
+
+
+def _table(sequences: "list[array[int]]", num_padding: int, scratch: int, width: int) -> Ints:
+    """Return the page table of `sequences`, and of padding on the scratch pages."""
+    table: Ints = np.zeros((len(sequences) + num_padding, width), dtype=np.int32)
+    for row, pages in zip(table, sequences, strict=False):
+        own = np.frombuffer(pages, dtype=np.int32)[:width]
+        row[: len(own)] = own
+    table[len(sequences) :, :scratch] = np.arange(scratch)
+    return table
 
 
 def _ranges(starts: list[int], counts: list[int]) -> Ints:

@@ -18,7 +18,7 @@ from app.engine.step.forward import Forward
 from app.engine.step.graphs import StepGraphs
 from app.engine.step.inputs import DraftInputs, Layout, StepInputs
 
-Tell = Callable[[StepInputs | list[int]], None]
+Tell = Callable[[StepInputs | list[list[int]]], None]
 """Function that lets the other ranks launch a step too, or scrub slots."""
 
 
@@ -94,14 +94,14 @@ class ModelRunner:
         return self.tell is not None or self.backend.is_fatal(error)
 
     @torch.inference_mode()
-    def scrub(self, slot_mapping: list[int]) -> None:
-        """Zero slots of all models' KV, after pending context KV is written."""
+    def scrub(self, slots: list[list[int]]) -> None:
+        """Zero slots of KV, after pending context KV is written: the target's, and the draft's, or the same ones."""
         if self.tell:
-            self.tell(slot_mapping)
+            self.tell(slots)
         self.forward.pending_context.write()
-        packed = Packed({"slots": np.array(slot_mapping, dtype=np.int32)}, self.backend)
-        for pool in self.pools:
-            pool.clear(packed.tensors["slots"])
+        packed = Packed({str(i): np.array(own, dtype=np.int32) for i, own in enumerate(slots)}, self.backend)
+        for i, pool in enumerate(self.pools):
+            pool.clear(packed.tensors[str(min(i, len(slots) - 1))])
 
     def _draft(self, inputs: DraftInputs[Ints]) -> Tensor:
         """Return drafts [D, columns], integers: those of one block, or with graphs of the widest."""

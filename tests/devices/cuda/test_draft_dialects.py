@@ -28,3 +28,18 @@ def test_drafts_are_the_references(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     blocks = drafted_by(made.core, requests_about_the_window(1, 5))
     assert len(blocks) >= 2
     assert share_of_right_drafts(blocks, pair) == 1.0
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_drafts_from_pages_of_its_own_are_the_references(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool
+) -> None:
+    """Slots in both tables are found on the device. Pages before the window are released while the prompt is read."""
+    use_kernels(monkeypatch)
+    pair = DIALECTS["use_swa"].make(tmp_path, num_layers=3, taps=(0, 1))
+    sizes = {"max_model_len": 160, "max_num_batched_tokens": 32, "page_size": 4}
+    made = engine(pair, **sizes, **GRAPHS if graphs else {})
+    made.core.overlap = False
+    assert made.core.scheduler.draft_pages
+    blocks = drafted_by(made.core, requests_about_the_window(1, 5, shared=30))
+    assert len(blocks) >= 2 and share_of_right_drafts(blocks, pair) == 1.0

@@ -36,6 +36,18 @@ def test_drafts_are_the_references(tmp_path, name, eager):
     assert share_of_right_drafts(blocks, pair) == 1.0
 
 
+@pytest.mark.usefixtures("in_float32")
+@pytest.mark.parametrize("eager", [True, False])
+def test_drafts_from_pages_of_its_own_are_the_references(tmp_path, eager):
+    """The page before the window is released while the prompt is read, and others take it."""
+    pair = DIALECTS["use_swa"].make(tmp_path, head_dim=64)
+    sizes = {"max_num_seqs": 2, "max_model_len": 500, "max_graphs": 2, "max_num_batched_tokens": 64}
+    core = engine(pair, dtype="float32", enforce_eager=eager, **sizes)
+    assert core.scheduler.draft_pages
+    blocks = drafted_by(core, requests_about_the_window(3, 8, shared=260))
+    assert len(blocks) > 15 and share_of_right_drafts(blocks, pair) == 1.0
+
+
 @pytest.mark.usefixtures("numerics")
 def test_calls_of_sliding_and_of_full_layers_differ_in_the_mask_alone(tmp_path, monkeypatch):
     pair = DIALECTS[SLIDING].make(tmp_path, head_dim=64)

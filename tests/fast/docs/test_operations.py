@@ -12,8 +12,8 @@ from app.api import body, connection, middleware, schemas
 from app.config.aliases import PEER_FLAGS
 from app.config.settings import flag_name
 from app.config.sources import SETTINGS
-from app.engine.load.memory import bytes_per_token
 from app.engine.load.refusals import REFUSALS
+from app.engine.models.kv_pool import bytes_per_token
 from app.messages import EngineInfo
 from app.metrics import TABLE
 from app.text import chat_template

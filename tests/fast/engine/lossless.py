@@ -27,7 +27,7 @@ from app.config.engine import EngineConfig
 from app.engine.checkpoint.files import DEMO
 from app.engine.cpu.backend import CpuBackend
 from app.engine.load.engine import Engine, build_engine
-from app.engine.schedule.page_pool import SCRATCH_PAGES
+from app.engine.models.page_pool import SCRATCH_PAGES
 from app.messages import Request, StepOutput
 from app.text.tokenizer import Tokenizer
 from tests import UNTIMED

@@ -16,8 +16,8 @@ from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.device.base import AttentionMetadata
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.load.engine import Engine
+from app.engine.models.page_pool import SCRATCH_PAGES
 from app.engine.models.rope import RotaryTable
-from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine.sequence import Sequence
 from app.messages import Request, StepOutput, TokenDelta
 from tests.fast.engine import lossless

@@ -22,7 +22,8 @@ from app.engine.checkpoint.shapes import GatedDeltaConfig
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import Engine
 from app.engine.load.made_up_steps import made_up
-from app.engine.load.memory import SIZES_ONLY, bytes_per_token
+from app.engine.load.memory import SIZES_ONLY
+from app.engine.models.kv_pool import bytes_per_token
 from app.engine.models.state_pool import StatePool
 from app.engine.schedule.costs import Shape
 from app.messages import Request

@@ -15,8 +15,8 @@ from app.config.engine import EngineConfig
 from app.engine import process
 from app.engine.core import EngineCore
 from app.engine.device.torch import TorchBackend
+from app.engine.models.page_pool import PagePool
 from app.engine.npu.error_codes import explain
-from app.engine.schedule.page_pool import PagePool
 from app.engine.schedule.scheduler import Scheduler
 from app.engine.step.inputs import Layout
 from app.messages import Request
@@ -63,7 +63,7 @@ def ended_by(message: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Fatal, str]
     engine = SimpleNamespace(core=EngineCore(scheduler, runner))
     monkeypatch.setattr(process, "Link", StandInLink)
     monkeypatch.setattr(process, "leave_with_parent", lambda: None)
-    monkeypatch.setattr(process, "decode_config", lambda line: EngineConfig(Path("target")))
+    monkeypatch.setattr(process.wire, "decode_config", lambda line: EngineConfig(Path("target")))
     monkeypatch.setattr(process, "_info", lambda engine, config: None)
     monkeypatch.setattr(process, "build_engine", lambda config, progress, join: engine)
     monkeypatch.setattr(sys, "argv", ["process", "commands", "replies"])

@@ -9,8 +9,8 @@ import torch
 from app.config.engine import EngineConfig
 from app.engine.checkpoint.read import read_checkpoints
 from app.engine.device.factory import make_backend
-from app.engine.load.memory import bytes_per_token
 from app.engine.load.plan import make_plan
+from app.engine.models.kv_pool import bytes_per_token
 from tests.fast.engine.pairs import Pair, make_pair
 
 

@@ -18,7 +18,7 @@ from app.engine.errors import UnsupportedError
 from app.engine.load.engine import build_engine
 from app.engine.load.memory import MIN_MODEL_LEN, settle_pages
 from app.engine.load.plan import Sizes, settle_sizes
-from app.engine.schedule.page_pool import SCRATCH_PAGES
+from app.engine.models.page_pool import SCRATCH_PAGES
 from app.messages import Request, SamplingParams
 from tests import UNTIMED
 from tests.fast.engine.pairs import Pair, make_pair

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from app.engine.arrays import arrays
 from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
+from app.engine.models.page_pool import SCRATCH_PAGES
 from app.engine.schedule.batch import Batch, ScheduledSequence
-from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine.sequence import Sequence
 from app.engine.step.graph_plan import settle_graph_sizes
 from app.engine.step.inputs import Layout, RowGroup, StepInputs

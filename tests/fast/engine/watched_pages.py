@@ -6,7 +6,7 @@ import torch
 
 from app.engine.load.engine import Engine
 from app.engine.schedule.batch import Batch
-from tests.fast.schedule.scheduler_harness import check_pages, protected
+from tests.fast.schedule.scheduler_harness import check_pages, protected, protected_in_draft
 
 
 def watch(engine: Engine) -> None:
@@ -15,8 +15,10 @@ def watch(engine: Engine) -> None:
     launch, size = engine.core.launch, engine.sizes.page_size
     pools = [runner.forward.pool, *([runner.forward.drafter.pool] if runner.forward.drafter else [])]
 
-    def kept(pages: torch.Tensor) -> list[torch.Tensor]:
-        return [x[pages] for pool in pools for kv in pool.layers for x in (kv.k, kv.v)]
+    def kept(of_target: set[int]) -> list[torch.Tensor]:
+        of_draft = protected_in_draft(scheduler) if scheduler.draft_pages else of_target
+        pages = [torch.tensor(sorted(own), dtype=torch.long) for own in (of_target, of_draft)]
+        return [x[own] for pool, own in zip(pools, pages, strict=False) for kv in pool.layers for x in (kv.k, kv.v)]
 
     def watched(batch: Batch) -> Any:
         check_pages(scheduler)
@@ -25,11 +27,10 @@ def watch(engine: Engine) -> None:
             end = max(share.end, share.start + engine.sizes.block_size) if share.num_drafts else share.end
             written = set(share.seq.pages[share.start // size : (end - 1) // size + 1])
             assert written and not written & untouchable
-        pages = torch.tensor(sorted(untouchable), dtype=torch.long)
         runner.forward.pending_context.write()  # a plain stretch may have left some to be written
-        before = kept(pages)
+        before = kept(untouchable)
         pending = launch(batch)
-        assert all(map(torch.equal, kept(pages), before)), "a cached page was written"
+        assert all(map(torch.equal, kept(untouchable), before)), "a cached page was written"
         return pending
 
     engine.core.launch = watched

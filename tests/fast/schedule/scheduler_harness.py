@@ -13,9 +13,11 @@ from copy import deepcopy
 from dataclasses import dataclass
 from random import Random
 
+from app.engine.dflash.draft_pages import DraftPages, num_draft_pages
 from app.engine.faults import Faults
+from app.engine.load.plan import Sizes
+from app.engine.models.page_pool import SCRATCH_PAGES, PagePool
 from app.engine.schedule.batch import Batch, ScheduledSequence, StepResult
-from app.engine.schedule.page_pool import SCRATCH_PAGES, PagePool
 from app.engine.schedule.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from app.messages import Request, TokenDelta
@@ -49,25 +51,41 @@ class Scripted:
         return answer, "length"
 
 
+def held(seq: Sequence) -> "array[int]":
+    """Return the draft's own pages of a sequence."""
+    return seq.draft_pages[seq.first_draft_page :]
+
+
 def protected(scheduler: Scheduler) -> set[int]:
     """Return the pages that no step may write: those with several owners, and those that the cache can find."""
     owners = Counter(page for seq in scheduler.running for page in seq.pages)
     return {*(page for page, count in owners.items() if count > 1), *scheduler.pool._digest_of}
 
 
+def protected_in_draft(scheduler: Scheduler) -> set[int]:
+    """Return those of the draft's own pages."""
+    assert scheduler.draft_pages
+    owners = Counter(page for seq in scheduler.running for page in held(seq))
+    return {*(page for page, count in owners.items() if count > 1), *scheduler.draft_pages.pool._digest_of}
+
+
 def check_pages(scheduler: Scheduler) -> None:
     """Every page but the scratch ones is free, or owned by as many sequences as the pool counts: only with a cache by
     more than one. Check that a digest finds its page, that no other digest does, and that no seat is lost."""
-    pool = scheduler.pool
-    owners = Counter(page for seq in (*scheduler.running, *scheduler.waiting) for page in seq.pages)
-    free = array("i")
-    deepcopy(pool).grow(free, pool.num_free * pool.page_size)
-    assert sorted([*owners, *free]) == list(range(pool.num_pages - pool.num_usable, pool.num_pages))
-    assert pool.num_used == len(owners)
-    assert pool._num_owners == [owners[page] for page in range(pool.num_pages)]
-    assert scheduler.prefix_caching or max(owners.values(), default=1) == 1
-    assert pool._page_of == {digest: page for page, digest in pool._digest_of.items()}
-    assert set(pool._free_cached) == set(pool._digest_of) - set(owners)
+    sequences = [*scheduler.running, *scheduler.waiting]
+    pools = [(scheduler.pool, [seq.pages for seq in sequences])]
+    if scheduler.draft_pages:
+        pools.append((scheduler.draft_pages.pool, [held(seq) for seq in sequences]))
+    for pool, owned in pools:
+        owners = Counter(page for pages in owned for page in pages)
+        free = array("i")
+        deepcopy(pool).grow(free, pool.num_free * pool.page_size)
+        assert sorted([*owners, *free]) == list(range(pool.num_pages - pool.num_usable, pool.num_pages))
+        assert pool.num_used == len(owners)
+        assert pool._num_owners == [owners[page] for page in range(pool.num_pages)]
+        assert scheduler.prefix_caching or max(owners.values(), default=1) == 1
+        assert pool._page_of == {digest: page for page, digest in pool._digest_of.items()}
+        assert set(pool._free_cached) == set(pool._digest_of) - set(owners)
     seats = [*scheduler._free_batch_slots, *(seq.batch_slot for seq in scheduler.running)]
     assert sorted(seats) == list(range(scheduler.max_num_seqs)), "free seats and running sequences are all seats"
 
@@ -85,8 +103,10 @@ class Harness:
         spare_rows: int = 0,
         max_model_len: int = 32,
         prefix_caching: bool = False,
+        draft_window: int = 0,
     ) -> None:
-        """`spare_pages` and `spare_rows` come on top of the least that start-up allows."""
+        """`spare_pages` and `spare_rows` come on top of the least that start-up allows. With a `draft_window` the draft
+        has pages of its own, as many as start-up gives it."""
         self.block_size = block_size
         self.page_size = page_size
         self.budget = max_num_seqs * block_size + spare_rows
@@ -100,6 +120,11 @@ class Harness:
             block_size=block_size,
             prefix_caching=prefix_caching,
         )
+        self.draft_window = draft_window
+        if draft_window:
+            sizes = Sizes(block_size, max_model_len, max_num_seqs, self.budget, page_size)
+            own = num_draft_pages(draft_window, sizes)
+            self.scheduler.draft_pages = DraftPages(own, page_size, SCRATCH_PAGES, draft_window)
         Faults(self.scheduler)
         self.prefix_caching = prefix_caching
         self.live: dict[str, Scripted] = {}
@@ -161,7 +186,7 @@ class Harness:
     def step(self, accept: Accept = lambda rows: rows.num_drafts) -> tuple[Batch, dict[str, TokenDelta]]:
         """One step, in which `accept` says how many drafts of a decoding sequence the target agrees with."""
         before = {seq.request.request_id: (seq.num_tokens, seq.num_computed) for seq in self.sequences}
-        owned = {seq.request.request_id: seq.pages[:] for seq in self.sequences}
+        owned = {seq.key: seq.pages[:] for seq in self.sequences}
         batch = self.scheduler.schedule()
         self.follow_pages(owned)
         self.check_batch(batch)
@@ -199,6 +224,13 @@ class Harness:
         page = seq.pages[position // self.page_size]
         return page * self.page_size + position % self.page_size
 
+    def draft_slot(self, seq: Sequence, position: int) -> int:
+        if not self.draft_window:
+            return self.slot(seq, position)
+        page, in_page = divmod(position, self.page_size)
+        assert page >= seq.first_draft_page
+        return seq.draft_pages[page] * self.page_size + in_page
+
     def place(self, request: Request, tokens: list[int]) -> Place:
         """Return the key of the last of these tokens of a sequence, which has all tokens from its first."""
         if self.prefix_caching:
@@ -211,27 +243,30 @@ class Harness:
         for rows in batch.decodes:
             if not rows.num_drafts:
                 continue
-            self.check_memory(self.draft_kv, rows.seq, rows.start)
+            self.check_draft_memory(rows.seq, rows.start)
             for position in range(rows.start, rows.start + self.block_size):
-                slot = self.slot(rows.seq, position)
+                slot = self.draft_slot(rows.seq, position)
                 assert slot not in written, f"two draft rows write slot {slot}"
                 written.add(slot)
                 self.draft_kv[slot] = None
-        self.check_own(written)
+        if self.draft_window:
+            assert not {slot // self.page_size for slot in written} & protected_in_draft(self.scheduler)
+        else:
+            self.check_own(written)
 
     def run_rows(self, rows: ScheduledSequence, accepted: int, result: StepResult) -> None:
         """Target rows and the context KV of the same rows; then what the target says after those that sample."""
         seq = rows.seq
         assert 0 <= accepted <= rows.num_drafts
         self.check_memory(self.target_kv, seq, rows.start)
-        self.check_memory(self.draft_kv, seq, rows.start)
+        self.check_draft_memory(seq, rows.start)
         script = self.live[seq.request.request_id].script
         tokens = script[rows.start : rows.end]
         first_draft = rows.count - rows.num_drafts
         tokens[first_draft + accepted :] = [(t + 1) % VOCAB for t in tokens[first_draft + accepted :]]
         for row, position in enumerate(range(rows.start, rows.end)):
             place = self.place(seq.request, seq.token_ids[: rows.start] + tokens[: row + 1])
-            self.target_kv[self.slot(seq, position)] = self.draft_kv[self.slot(seq, position)] = place
+            self.target_kv[self.slot(seq, position)] = self.draft_kv[self.draft_slot(seq, position)] = place
         if rows.needs_logits:
             n = rows.end - rows.num_drafts
             said = script[n : n + accepted + 1]
@@ -253,13 +288,13 @@ class Harness:
             pages.append(self.cached[place])
         return pages
 
-    def follow_pages(self, owned: dict[str, "array[int]"]) -> None:
+    def follow_pages(self, owned: dict[tuple[str, int, int], "array[int]"]) -> None:
         """Check after a schedule that new pages are not cached, and that new sequences share the pages that they had to
-        find."""
+        find. So does one that was preempted and came back at once."""
         hits: dict[str, list[int]] = {}
         for seq in self.scheduler.running:
             request_id = seq.request.request_id
-            before = owned[request_id]
+            before = owned.get(seq.key, array("i"))
             if not before:
                 hits[request_id] = seq.pages[: seq.num_computed // self.page_size].tolist()
             assert before == seq.pages[: len(before)], "pages that are owned change places"
@@ -302,6 +337,14 @@ class Harness:
         for position in range(num_tokens):
             expected = self.place(seq.request, seq.token_ids[: position + 1])
             assert kv.get(self.slot(seq, position)) == expected
+
+    def check_draft_memory(self, seq: Sequence, num_tokens: int) -> None:
+        """So does the draft's: that of all tokens, or of those in its window that have been computed or found."""
+        first = seq.first_draft_page * self.page_size if self.draft_window else 0
+        assert first <= max(0, num_tokens - self.draft_window, seq.num_found)
+        for position in range(first, num_tokens):
+            expected = self.place(seq.request, seq.token_ids[: position + 1])
+            assert self.draft_kv.get(self.draft_slot(seq, position)) == expected
 
     def check_own(self, slots: set[int]) -> None:
         pages = {slot // self.page_size for slot in slots}
@@ -396,9 +439,9 @@ class Harness:
             assert seq.num_computed <= seq.num_tokens - 1
             assert seq.is_decoding == (seq.num_computed == seq.num_tokens - 1)
             self.check_memory(self.target_kv, seq, seq.num_computed)
-            self.check_memory(self.draft_kv, seq, seq.num_computed)
+            self.check_draft_memory(seq, seq.num_computed)
         for seq in scheduler.waiting:
-            assert not seq.pages and seq.num_computed == 0
+            assert not seq.pages and not seq.draft_pages and seq.num_computed == 0
         for seq in self.sequences:
             scripted = self.live[seq.request.request_id]
             assert seq.token_ids == [*scripted.request.token_ids, *scripted.emitted], "tokens were lost"

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from app.config.values import KvEventsConfig
-from app.engine.schedule.page_pool import CacheEvents
+from app.engine.schedule.cache_events import CacheEvents
 from app.engine_client.kv_events import KvEventPublisher
 from tests.fast.schedule.scheduler_harness import VOCAB, Harness
 
@@ -119,7 +119,7 @@ def work(harness: Harness, random: Random, publisher: KvEventPublisher, steps: i
 def test_the_rebuilt_index_is_the_pools_after_a_random_load(sockets):
     publisher, subscriber, _ = sockets
     harness = Harness(page_size=PAGE, spare_pages=6, spare_rows=8, prefix_caching=True)
-    harness.pool.events = CacheEvents()
+    harness.scheduler.events = CacheEvents()
     index = Index()
     for seed in range(3):
         work(harness, Random(seed), publisher, 40)
@@ -199,4 +199,4 @@ def test_without_events_the_pool_collects_none():
     harness = Harness(page_size=PAGE, prefix_caching=True)
     harness.add(12, 4)
     harness.drain()
-    assert harness.pool._page_of and harness.pool.events is None and harness.scheduler.take_cache_events() == []
+    assert harness.pool._page_of and harness.scheduler.events is None and harness.scheduler.take_cache_events() == []

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from app.engine.faults import Faults
+from app.engine.models.page_pool import SCRATCH_PAGES, PagePool
 from app.engine.schedule.batch import Batch, StepResult
 from app.engine.schedule.overlap import schedule_ahead
-from app.engine.schedule.page_pool import SCRATCH_PAGES, PagePool
 from app.engine.schedule.policy import Policy
 from app.engine.schedule.scheduler import Scheduler
 from app.engine.schedule.state_slots import StateSlots

@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
+from app.engine.models.page_pool import SCRATCH_PAGES, OutOfPages, PagePool
 from app.engine.schedule.batch import StepResult
-from app.engine.schedule.page_pool import SCRATCH_PAGES, OutOfPages, PagePool
 from app.engine.schedule.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from app.messages import Request

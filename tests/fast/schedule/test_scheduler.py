@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, multiple, rule
 
 from app.engine.faults import Faults
+from app.engine.models.page_pool import SCRATCH_PAGES, OutOfPages, PagePool
 from app.engine.schedule.batch import StepResult
-from app.engine.schedule.page_pool import SCRATCH_PAGES, OutOfPages, PagePool
 from app.engine.schedule.policy import Policy
 from app.engine.schedule.scheduler import Scheduler
 from app.engine.sequence import NOT_FINITE
@@ -515,6 +515,7 @@ class AnyTraffic(RuleBasedStateMachine):
         spare_rows=st.integers(0, 24),
         max_model_len=st.integers(2, 40),
         prefix_caching=st.booleans(),
+        draft_window=st.sampled_from([0, 1, 5, 9]),
     )
     def start(self, **sizes: int) -> None:
         self.harness = Harness(**sizes)

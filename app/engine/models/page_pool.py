@@ -1,12 +1,8 @@
-"""Pages of KV memory: free, owned and cached, and changes of the cache. Their tensors are in `models/kv_pool.py`."""
+"""Pages of KV memory: free, owned and cached. Their tensors are in `kv_pool.py`. No torch."""
 
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from itertools import groupby
-
-from app.engine.sequence import Sequence
-from app.messages import CacheEvent
 
 SCRATCH_PAGES = 1
 """At least the pages [0, SCRATCH_PAGES) are scratch: padded page tables and padding rows point there."""
@@ -16,45 +12,8 @@ class OutOfPages(Exception):
     """Fewer pages are free than were asked for. Nothing was taken."""
 
 
-class CacheEvents:
-    """Changes of the prefix cache since they were last taken, in order, for routers that keep an index of its pages.
-
-    Pages of one change that follow one another are one event.
-    """
-
-    def __init__(self) -> None:
-        self._events: list[CacheEvent] = []
-
-    def stored(self, seq: Sequence, pages: list[int], page_size: int) -> None:
-        """Note that these pages of a sequence, ascending numbers in its order, are found from now on."""
-        for _, numbered in groupby(enumerate(pages), lambda at: at[1] - at[0]):
-            run = [page for _, page in numbered]
-            start = run[0]
-            tokens = seq.token_ids[start * page_size : (run[-1] + 1) * page_size]
-            digests = [seq.digest(page, page_size) for page in run]
-            parent = seq.digest(start - 1, page_size) if start else None
-            salt = "" if start else seq.request.cache_salt
-            self._events.append(CacheEvent("stored", digests, parent, tokens, page_size, salt))
-
-    def removed(self, digest: bytes) -> None:
-        """Note that a page is found no more."""
-        if self._events and self._events[-1].kind == "removed":
-            self._events[-1].digests.append(digest)
-        else:
-            self._events.append(CacheEvent("removed", [digest]))
-
-    def cleared(self) -> None:
-        """Note that all pages were forgotten."""
-        self._events.append(CacheEvent("cleared"))
-
-    def take(self) -> list[CacheEvent]:
-        """Return the changes, and begin anew."""
-        events, self._events = self._events, []
-        return events
-
-
 class PagePool:
-    """Page ids of `page_size` tokens each, shared by the target's pool and the draft's.
+    """Page ids of `page_size` tokens each, shared by the target's KV and the draft's, or of one of them.
 
     Every page but the scratch pages is either free or owned. A cached page is found by its digest, may have several
     owners, and stays cached when the last one releases it. Free uncached pages are reused first, then cached ones,
@@ -74,8 +33,6 @@ class PagePool:
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
         self.on_forget: Callable[[bytes], None] = lambda _: None
-        self.events: CacheEvents | None = None
-        """Changes of the cache, if they are wanted."""
         self.to_scrub: list[int] = []
         self._suspects: set[int] = set()
 
@@ -132,8 +89,6 @@ class PagePool:
             if digest := self._digest_of.pop(page, None):
                 del self._page_of[digest]
                 self.on_forget(digest)
-                if self.events is not None:
-                    self.events.removed(digest)
 
     def release(self, pages: "array[int]", *, sound: bool = True) -> None:
         """Remove an owner, from the tail on, because a sequence's first pages are the likeliest to be found again.
@@ -153,14 +108,17 @@ class PagePool:
             else:
                 self._free.append(page)
 
+    def scrub(self, pages: "array[int]", start: int) -> None:
+        """Add the slots of `pages` from token `start` on to `to_scrub`."""
+        size = self.page_size
+        self.to_scrub += [pages[token // size] * size + token % size for token in range(start, len(pages) * size)]
+
     def flush(self) -> None:
         """Forget all cached pages. Owners keep theirs."""
         self._free.extend(self._free_cached)
         self._free_cached.clear()
         self._page_of.clear()
         self._digest_of.clear()
-        if self.events is not None:
-            self.events.cleared()
 
     def _take(self) -> int:
         if self._free:

@@ -1,0 +1,59 @@
+"""Pages of a draft's own KV, if each of its layers has a window: few for a sequence, however long it is. No torch."""
+
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+from app.engine.models.page_pool import PagePool
+from app.engine.sequence import Sequence
+
+
+def num_draft_pages(window: int, sizes: Any) -> int:
+    """Return the draft's own pages: of all sequences' windows and two blocks, of prompts' rows in a step, and scratch.
+
+    `sizes` are `load.plan.Sizes`. Each of the parts begins within a page.
+    """
+    of_one = (window + 2 * sizes.block_size) // sizes.page_size + 3
+    return sizes.scratch_pages + sizes.max_num_seqs * of_one + sizes.max_num_batched_tokens // sizes.page_size
+
+
+class DraftPages:
+    """Pages of `pool`. A sequence holds those of its rows, and of the `window` tokens before them.
+
+    Its `draft_pages` are numbered like its pages, and 0 before `first_draft_page`. The pool has enough for all
+    sequences. A full page is cached like the target's, until it lies before the window. If fewer pages are cached than
+    a window has, the draft sees only the tokens on these.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, scratch_pages: int, window: int) -> None:
+        self.pool = PagePool(num_pages, page_size, scratch_pages)
+        self._window = window
+
+    def begin(self, seq: Sequence) -> None:
+        """Give a new sequence the cached pages before its first row, as far back as its window goes."""
+        size, end = self.pool.page_size, seq.num_computed // self.pool.page_size
+        found = self.pool.find(seq.digest(page, size) for page in range(end - 1, self._first(seq) - 1, -1))
+        self.pool.share(found)
+        seq.first_draft_page = end - len(found)
+        seq.draft_pages = array("i", [0] * seq.first_draft_page) + found[::-1]
+
+    def move(self, seq: Sequence, filled: Iterable[int]) -> None:
+        """Let the pages with numbers `filled` be found, and release those that lie before the window."""
+        for page in filled:
+            self.pool.publish(seq.draft_pages[page], seq.digest(page, self.pool.page_size))
+        old, new = seq.first_draft_page, self._first(seq)
+        if old < new:
+            self.pool.forget(seq.draft_pages[old:new])  # to be reused before pages that a sequence may go on from
+            self.pool.release(seq.draft_pages[old:new])
+            seq.draft_pages[old:new] = array("i", [0] * (new - old))
+            seq.first_draft_page = new
+
+    def release(self, seq: Sequence, num_known: int) -> None:
+        """Release all pages. Those after the first `num_known` pages of the sequence count as not sound."""
+        first = seq.first_draft_page
+        self.pool.release(seq.draft_pages[max(first, num_known) :], sound=False)
+        self.pool.release(seq.draft_pages[first:num_known], sound=seq.is_sound)
+        seq.draft_pages, seq.first_draft_page = array("i"), 0
+
+    def _first(self, seq: Sequence) -> int:
+        return max(0, seq.num_computed - self._window) // self.pool.page_size
