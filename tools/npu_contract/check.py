@@ -60,13 +60,11 @@ def check_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], lift: 
         _CALL_RULES[operator](_Holder(operator, lift), _named(func, args, kwargs))
 
 
-def check_values(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], lift: Collection[str] = (), *, captured: bool = False
-) -> None:
-    """Raise ContractError if the tensors' values break a rule. `captured` is true in a graph, which has no prefill."""
+def check_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], lift: Collection[str] = ()) -> None:
+    """Raise ContractError if the tensors' values break a rule."""
     operator = func._schema.name.removeprefix("npu::")
     if operator in _VALUE_RULES:
-        _VALUE_RULES[operator](_Holder(operator, lift), _named(func, args, kwargs), captured)
+        _VALUE_RULES[operator](_Holder(operator, lift), _named(func, args, kwargs))
 
 
 class Checked(TorchDispatchMode):
@@ -163,7 +161,7 @@ def _attention(hold: _Holder, call: Mapping[str, Any]) -> None:
         hold("N11", not short, f"(rows, KV) with fewer KV than causal rows: {short}")
 
 
-def _attention_values(hold: _Holder, call: Mapping[str, Any], captured: bool) -> None:
+def _attention_values(hold: _Holder, call: Mapping[str, Any]) -> None:
     table, size, blocks = call["block_table"], call["block_size"], len(call["key"])
     q_ends, host_seq_lens = call["actual_seq_lengths"], call["actual_seq_lengths_kv"]
     starts = torch.arange(0, table.shape[1] * size, size, device=table.device)
@@ -172,7 +170,7 @@ def _attention_values(hold: _Holder, call: Mapping[str, Any], captured: bool) ->
     if call.get("sparse_mode", 0) in (3, 4):
         right = torch.equal(call["atten_mask"].cpu(), _causal_mask())
         hold("N10", right, "the mask is not 1 strictly above the diagonal and 0 elsewhere")
-    if call.get("sparse_mode", 0) == 0 or call.get("next_tokens") not in (0, None, EVERY_TOKEN) or captured:
+    if call.get("sparse_mode", 0) == 0 or call.get("next_tokens") not in (0, None, EVERY_TOKEN):  # a draft's
         rows = [end - start for start, end in pairwise([0, *q_ends])]
         firsts = table[:, 0].tolist()
         long = [n for n, block in zip(rows, firsts, strict=True) if n > MAX_BLOCK_ROWS and block != SCRATCH_BLOCK]
@@ -196,8 +194,8 @@ def _attention_v2(hold: _Holder, call: Mapping[str, Any]) -> None:
     _attention(hold, {_FIRST_NAMES.get(name, name): value for name, value in call.items()})
 
 
-def _attention_v2_values(hold: _Holder, call: Mapping[str, Any], captured: bool) -> None:
-    _attention_values(hold, {_FIRST_NAMES.get(name, name): value for name, value in call.items()}, captured)
+def _attention_v2_values(hold: _Holder, call: Mapping[str, Any]) -> None:
+    _attention_values(hold, {_FIRST_NAMES.get(name, name): value for name, value in call.items()})
 
 
 @cache
@@ -225,7 +223,7 @@ def _write_kv(hold: _Holder, call: Mapping[str, Any]) -> None:
     hold("N15", fits, f"slot_mapping {slot_mapping.dtype} {_shape(slot_mapping)} is not contiguous int32 [{len(key)}]")
 
 
-def _write_kv_values(hold: _Holder, call: Mapping[str, Any], captured: bool) -> None:
+def _write_kv_values(hold: _Holder, call: Mapping[str, Any]) -> None:
     blocks, size = call["key_cache"].shape[:2]
     _places(hold, call["slot_mapping"], blocks * size)
 
@@ -239,7 +237,7 @@ def _scatter(hold: _Holder, call: Mapping[str, Any]) -> None:
     hold("N17", updates.dtype == target.dtype, f"updates are {updates.dtype}, input {target.dtype}")
 
 
-def _scatter_values(hold: _Holder, call: Mapping[str, Any], captured: bool) -> None:
+def _scatter_values(hold: _Holder, call: Mapping[str, Any]) -> None:
     target, indices = call["input"], call["indices"]
     if indices.shape[-1] == 1:
         _places(hold, indices.flatten(), len(target))
@@ -302,7 +300,7 @@ def _init_routing(hold: _Holder, call: Mapping[str, Any]) -> None:
     hold("N34", others == (0, -1, 0), f"drop_pad_mode, quant_mode, row_idx_type are {others}")
 
 
-def _init_routing_values(hold: _Holder, call: Mapping[str, Any], captured: bool) -> None:
+def _init_routing_values(hold: _Holder, call: Mapping[str, Any]) -> None:
     chosen, experts = call["expert_idx"], call["expert_num"]
     if chosen.numel():
         hold("N34", 0 <= int(chosen.min()) <= int(chosen.max()) < experts, f"ids {chosen.tolist()} of {experts}")
@@ -334,7 +332,7 @@ def _grouped_matmul(hold: _Holder, call: Mapping[str, Any]) -> None:
         hold("N35", bias.dtype == torch.float32 and tuple(bias.shape) == wanted, f"bias {bias.dtype} {_shape(bias)}")
 
 
-def _grouped_matmul_values(hold: _Holder, call: Mapping[str, Any], captured: bool) -> None:
+def _grouped_matmul_values(hold: _Holder, call: Mapping[str, Any]) -> None:
     counts, rows = call["group_list"], len(call["x"][0])
     hold("N35", int(counts.min()) >= 0 and int(counts.sum()) == rows, f"{counts.tolist()} rows of {rows}")
 
@@ -347,7 +345,7 @@ def _unpermute(hold: _Holder, call: Mapping[str, Any]) -> None:
     hold("N36", fits, f"probs {_kind(shares)} for {len(rows)} rows of {rows.dtype}")
 
 
-def _unpermute_values(hold: _Holder, call: Mapping[str, Any], captured: bool) -> None:
+def _unpermute_values(hold: _Holder, call: Mapping[str, Any]) -> None:
     places = call["sorted_indices"]
     whole = torch.arange(len(places), dtype=places.dtype, device=places.device)
     hold("N36", torch.equal(places.sort().values, whole), f"places {places.tolist()} are no permutation")
@@ -405,7 +403,7 @@ _CALL_RULES: dict[str, Callable[[_Holder, Mapping[str, Any]], None]] = {
     "npu_dynamic_quant": _dynamic_quant,
     "npu_quant_matmul": _quant_matmul,
 }
-_VALUE_RULES: dict[str, Callable[[_Holder, Mapping[str, Any], bool], None]] = {
+_VALUE_RULES: dict[str, Callable[[_Holder, Mapping[str, Any]], None]] = {
     "npu_fused_infer_attention_score": _attention_values,
     "npu_fused_infer_attention_score_v2": _attention_v2_values,
     "npu_scatter_pa_kv_cache": _write_kv_values,

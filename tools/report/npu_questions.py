@@ -9,7 +9,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import isnan
 from pathlib import Path
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 PAGE = 128
 FULL = 3e4
 """Value of slots past a request's tokens, which would show in a result."""
-RELIED_ON = ("combination", "partly filled pages", "updates of a graph", "captures")
+RELIED_ON = ("combination", "partly filled pages", "a chunk in a graph", "updates of a graph", "captures")
 """Points where the server relies on the answer; the others are about calls that it does not make."""
 DEFAULT_GRAPHS = 48
 """The default of --max-graphs."""
@@ -186,6 +186,28 @@ def wide_blocks(backend: Backend, sizes: QuestionSizes) -> Result:
     ms = {str(rows): sizes.ms(sizes.load(backend, rows), backend) for rows in (16, *sizes.wide)}
     times = ", ".join(f"{rows} rows {taken:.4g} ms" for rows, taken in ms.items())
     return right | {"found": f"{right['found']} A call takes: {times}.", "ms": ms}
+
+
+@point("a chunk in a graph", "causal attention of a prompt's rows from a graph that was captured with other lengths")
+def chunk_in_graph(backend: Backend, sizes: QuestionSizes) -> Result:
+    """Replay a graph whose last request had fewer rows at capture, as do the engine's (N42)."""
+    paged = sizes.paged([(16, 300), (3, 129), (160, 190)])
+
+    def replayed(at: Inputs) -> Prepared:
+        call = paged(at)
+        plans = call.meta.plans
+        call.meta.plans = {call.mask: replace(planned(call), q_ends=[160, 176, 179])}
+        graph = backend.capture(lambda: (call(),), [call.meta])
+        call.meta.plans = plans
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return graph.outputs[0]
+
+        return replay
+
+    error = difference(backend, replayed, past=FULL, dtype=torch.bfloat16, against=paged)[1]
+    return _right("A chunk is taken, and", [error])
 
 
 def attention_of_heads(call: Attention, kv: LayerKv) -> torch.Tensor:

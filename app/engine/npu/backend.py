@@ -288,7 +288,7 @@ class NpuBackend(Backend):
         return commit_and_verify(step, l2norm)
 
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> NpuGraph:
-        """Capture with the longest KV that the page tables have room for, because workspaces may depend on it."""
+        """Capture with the longest KV that the page tables have room for, because workspaces may depend on it (N42)."""
         plans: list[dict[AttentionMask, AttentionPlan]] = [meta.plans for meta in metas]
         run()
         for meta in metas:

@@ -1,8 +1,13 @@
-"""The captured size that a decode step is padded to. No torch."""
+"""The captured size that a step is padded to. No torch."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 Size = tuple[int, int]
+
+CHUNK_ROWS = 256
+"""Rows, less a spare one, of the largest graph for prompt chunks. Padding hardly costs up to the 200 rows or so that an
+Ascend910B multiplies while it reads the weights. With many more, the device takes longer than the host's launches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +34,17 @@ class GraphSizes:
         return next(size for size in self.drafts if size[0] >= num_blocks and size[1] >= width)
 
     def target(self, num_seqs: int, num_rows: int) -> Size:
-        """Return (sequences, rows) that a step is padded to."""
-        return next(
-            (seqs, rows)
-            for seqs, rows in self.targets
-            if seqs >= num_seqs and rows >= num_rows + self.spare + (seqs - num_seqs) * self.padding_rows(seqs, rows)
-        )
+        """Return (sequences, rows) that a decode step is padded to."""
+        return next(self._fitting(num_seqs, num_rows))
+
+    def with_chunks(self, num_seqs: int, num_rows: int) -> Size | None:
+        """Return (sequences, rows) that a step with prompt chunks is padded to, or None for one too large."""
+        return next((size for size in self._fitting(num_seqs, num_rows) if size[1] <= CHUNK_ROWS + self.spare), None)
+
+    def _fitting(self, num_seqs: int, num_rows: int) -> Iterator[Size]:
+        for seqs, rows in self.targets:
+            if seqs >= num_seqs and rows >= num_rows + self.spare + (seqs - num_seqs) * self.padding_rows(seqs, rows):
+                yield seqs, rows
 
     def padding_rows(self, seqs: int, rows: int) -> int:
         """Return the rows of each missing sequence of a target graph but the last: 1, or 0 if rows are shared."""

@@ -1,4 +1,4 @@
-"""A decode step from graphs: its draft and its target, each captured in a few sizes and padded to the nearest."""
+"""A step from graphs: its draft and its target, each captured in a few sizes of decode steps and padded to one."""
 
 import logging
 from collections.abc import Callable, Sequence

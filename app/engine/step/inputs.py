@@ -85,14 +85,14 @@ class StepInputs:
 
     `sampling` is empty if argmax is enough for all rows. Its token lists are those of the sequences themselves, so a
     step is launched before the next commit. `plain_sequences` are the keys of the sequences of a step without drafts
-    and prefill, whose context KV may be pending, or None for another step.
+    and prefill, whose context KV may be pending, or None for another step. With `in_graph` the target is padded to one.
     """
 
     target: TargetInputs[Ints]
     draft: DraftInputs[Ints] | None
     sampling: list[SamplingMetadata[Array]]
     plain_sequences: list[tuple[str, int, int]] | None
-    has_prefill: bool
+    in_graph: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,9 @@ class Layout:
 
     Prefill chunks are a group of their own if `separate_prefill`. A draft's block has a row for each draft, and with a
     `first_draft_row` of 1 the anchor's. `hybrid` targets get the slots of their recurrent state. Some devices get
-    `host_positions`, which are positions and slots. Decode steps are padded to the sizes of `graphs`, which may hold
-    draws. Drafts are in the columns of a whole block. Padding rows lie on the first pages, each in its own slot. The
-    draft may have its `own_draft_pages`.
+    `host_positions`, which are positions and slots. Decode steps, and short chunks that are no group of their own, are
+    padded to sizes of `graphs`, which may hold draws. Drafts are in the columns of a whole block. Padding rows lie on
+    the first pages, each in its own slot. The draft may have its `own_draft_pages`.
     """
 
     page_size: int
@@ -122,13 +122,15 @@ class Layout:
             blocks, width = graphs.draft(blocks, width)
         if graphs and not batch.prefills:
             size = graphs.target(len(batch.decodes), len(batch.decodes) + batch.num_drafts)
+        elif graphs and not self.separate_prefill:
+            size = graphs.with_chunks(len(batch.shares), sum(share.count for share in batch.shares))
         target = self.target(batch, size, graphs.block_size - 1 if graphs else width - 1)
         draft = self.draft(batch, blocks, width) if blocks else None
         rows = target.logits_start, target.draft_index, size is not None and self.draws_in_graphs
         is_argmax = all(share.seq.request.sampling.is_argmax for share in batch.sampling)
         sampling = [] if is_argmax else sampled_rows(batch.sampling, *rows)
         plain = None if batch.prefills or draft else [share.seq.key for share in batch.decodes]
-        return StepInputs(target, draft, sampling, plain, bool(batch.prefills))
+        return StepInputs(target, draft, sampling, plain, size is not None)
 
     def draft(self, batch: Batch, blocks: int, width: int, pages: int = 0) -> DraftInputs[Ints]:
         """Return `blocks` blocks of `width` - 1 drafts, however few are verified. Missing ones are padding."""
@@ -153,7 +155,8 @@ class Layout:
         for share in shares:
             tokens += (share.seq.token_ids[share.start : share.end] + [0] * share.count)[: share.count]
         num_drafts = [share.num_drafts for share in sampling]
-        logits_start = [0, *accumulate(count + 1 for count in num_drafts)][:-1]
+        ends = zip(shares, accumulate(counts), strict=True)
+        logits_start = [end - share.num_drafts - 1 for share, end in ends if share.needs_logits]
         drafting_so_far = accumulate(count > 0 for count in num_drafts)
         draft_index = [so_far - 1 if count else 0 for so_far, count in zip(drafting_so_far, num_drafts, strict=True)]
         num_rows, padding, entries = len(tokens), list[int](), len(sampling)
@@ -163,15 +166,13 @@ class Layout:
             padding = [each] * missing + [size[1] - num_rows - each * missing]
             num_rows, entries = size[1], size[0]
         token_source = logits_indices = np.arange(num_rows, dtype=np.int32)
-        if batch.prefills:
-            ends = accumulate(counts)
-            firsts = [end - share.num_drafts - 1 for share, end in zip(shares, ends, strict=True) if share.needs_logits]
-            logits_indices = _ranges(firsts, [count + 1 for count in num_drafts])
         if any(num_drafts):
-            drafts = _ranges([first + 1 for first in logits_start], num_drafts)
-            places_of_drafts = _ranges([index * draft_columns for index in draft_index], num_drafts)
             token_source = token_source.copy()
-            token_source[logits_indices[drafts]] = num_rows + places_of_drafts
+            places_of_drafts = _ranges([index * draft_columns for index in draft_index], num_drafts)
+            token_source[_ranges([first + 1 for first in logits_start], num_drafts)] = num_rows + places_of_drafts
+        if batch.prefills and not size:  # a graph chooses after every row
+            logits_indices = _ranges(logits_start, [count + 1 for count in num_drafts])
+            logits_start = [0, *accumulate(count + 1 for count in num_drafts)][:-1]
         parts = (batch.decodes, batch.prefills) if self.separate_prefill and not size else (shares,)
         places = entries + bool(size)
         groups = [

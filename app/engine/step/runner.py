@@ -43,8 +43,8 @@ def no_rows() -> PendingStep:
 class ModelRunner:
     """Runs steps. `pools` hold the KV of the target and of the draft, if there is one.
 
-    Drafts, and targets of steps without prefill, run from `graphs` if there are some. All else runs operator by
-    operator. Rank 0 of several has `tell`, which sends every call to the other ranks.
+    Drafts, and targets of steps that are padded to graphs, run from `graphs` if there are some. All else runs operator
+    by operator. Rank 0 of several has `tell`, which sends every call to the other ranks.
     """
 
     forward: Forward
@@ -71,7 +71,7 @@ class ModelRunner:
             drafts = self._draft(inputs.draft) if inputs.draft else None
             kinds = [rows for rows in inputs.sampling if not rows.in_graph]
             draws = on_device(kinds, drafts, self.counts, self.backend)[0] if kinds else []
-            if self.graphs and not inputs.has_prefill:
+            if self.graphs and inputs.in_graph:
                 verified = self.graphs.target(inputs.target, inputs.sampling, draws)
             else:
                 target, place = self.forward.on_device(inputs.target), None

@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def rows(folder: Path, way: str) -> list[str]:
-    """Return the rows of a way: decode steps, and for DFlash with graphs each kind of step with each sampling."""
+    """Return the rows of a way: decode steps, for DFlash each kind, and with graphs each kind with each sampling."""
     experts = 8 if way.startswith(EXPERTS) else 0
     pair = make_pair(folder, num_layers=LAYERS, draft_layers=DRAFT_LAYERS, experts=experts, **SHAPE)
     if rewrite := REWRITES.get(way.partition(",")[0]):
@@ -87,7 +87,8 @@ def rows(folder: Path, way: str) -> list[str]:
         found = {}
         for name, sampling in SAMPLED.items() if not rewrite else [("greedy", {})]:
             for kind, cells in steps(core, sampling, tasks).items():
-                if way == "DFlash, graphs" or (name != "penalised" and kind == "decode"):
+                is_shown = name == "greedy" if way == "DFlash, eager" else way == "DFlash, graphs"
+                if is_shown or (name != "penalised" and kind == "decode"):
                     found[f"{kind}, {name}"] = cells
     return [f"| {way}, {kind} | " + " | ".join(map(str, cells)) + " |" for kind, cells in found.items()]
 
@@ -137,7 +138,8 @@ def steps(core: EngineCore, sampling: dict[str, Any], tasks: Callable[[], int]) 
 
 
 def request(i: int, sampling: dict[str, Any]) -> Request:
-    return flat_request(f"r{i}", tuple(range(1, 20 + i)), max_tokens=60, seed=i, **sampling)
+    """Return a request whose prompt has a place in the graph, which is of 65 rows, next to three blocks."""
+    return flat_request(f"r{i}", tuple(range(1, 12 + i)), max_tokens=60, seed=i, **sampling)
 
 
 def one_step(core: EngineCore, tasks: Callable[[], int]) -> dict[str, list[int]]:

@@ -182,15 +182,28 @@ def test_rules_hold_for_updates_and_replays_too(wrong: list[int]) -> None:
         graph.replay()
 
 
-def test_a_captured_request_has_no_more_rows_than_a_block() -> None:
-    """Nothing is prefilled in a graph: 17 causal rows are a block that is too long (N12)."""
-    sequences, graph = Sequences([17], [20]), torch.npu.NPUGraph()
-    arguments = sequences.arguments(causal=True)
+def captured(sequences: Sequences, ends: list[int], *, causal: bool) -> Tensor:
+    """Return attention of a graph that was captured with other lengths, `ends`, and a long KV."""
+    graph, arguments = torch.npu.NPUGraph(), sequences.arguments(causal=causal)
+    longest = {"actual_seq_lengths": ends, "actual_seq_lengths_kv": [arguments["block_table"].shape[1] * BLOCK] * 2}
     with torch.npu.graph(graph, auto_dispatch_capture=True):
-        torch_npu.npu_fused_infer_attention_score(**arguments)
-    graph.update([{"actual_seq_lengths": [17], "actual_seq_lengths_kv": [20]}])
+        o, _ = torch_npu.npu_fused_infer_attention_score(**arguments | longest)
+    graph.replay()
+    graph.update([{name: arguments[name] for name in longest}])
+    return o
+
+
+def test_a_captured_draft_has_no_more_rows_than_a_block() -> None:
+    """A target's rows may be a prompt's, so more of them are a chunk (N12, N42)."""
     with pytest.raises(RuntimeError, match="N12:"):
-        graph.replay()
+        captured(Sequences([17, 1], [20, 5]), [16, 18], causal=False)
+
+
+@pytest.mark.parametrize("chunk", [17, 180])
+def test_a_prompts_rows_in_a_graph_that_was_captured_for_blocks_are_right(chunk: int) -> None:
+    sequences = Sequences([3, chunk], [150, chunk + 40])
+    o = captured(sequences, [chunk, chunk + 3], causal=True)
+    torch.testing.assert_close(o.cpu().double(), sequences.dense(causal=True), rtol=2e-2, atol=2e-2)
 
 
 def test_the_host_cannot_wait_inside_a_capture() -> None:

@@ -134,6 +134,7 @@ def point(name: str, backend: Backend) -> Result:
         ("head size 256", "D 256 is taken, and the result is right"),
         ("partly filled pages", "the result is right"),
         ("more than 16 rows", "the result is right"),
+        ("a chunk in a graph", "A chunk is taken, and the result is right"),
         ("order of heads", "The order by heads is taken, and the result is right"),
         ("updates of a graph", "3 updates take the host"),
         ("captures", "5 of 5 graphs were captured."),
@@ -153,7 +154,9 @@ class Other(NpuBackend):
         return super().attention(*call) * 1.5
 
 
-@pytest.mark.parametrize("name", ["float16", "head size 256", "partly filled pages", "more than 16 rows"])
+@pytest.mark.parametrize(
+    "name", ["float16", "head size 256", "partly filled pages", "more than 16 rows", "a chunk in a graph"]
+)
 def test_attention_that_is_taken_and_wrong_is_said_to_be_wrong(backend: NpuBackend, name: str) -> None:
     found = point(name, Other(torch.device("npu:0")))
     assert "the result is WRONG, to " in found["result"]["found"]

@@ -223,6 +223,37 @@ def test_padding_leaves_real_rows_alone_and_keeps_the_contract(drawn, more_seqs,
         check_padded(own, group, blocks * block_size, scratch_pages, page_size)
 
 
+@settings(max_examples=200)
+@given(batches(), st.integers(0, 5), st.integers(2, 40), st.integers(0, 1))
+def test_chunks_in_a_graph_have_their_own_rows_and_choices_after_their_last_ones(drawn, more_seqs, max_graphs, spare):
+    batch, page_size, block_size = drawn
+    batch.block_rows, num_seqs = block_size, len(batch.shares)
+    sizes = settle_graph_sizes(num_seqs + more_seqs, block_size, max_graphs, draft_graphs=True, spare=spare)
+    eager = Layout(page_size, separate_prefill=False, host_positions=True)
+    inputs, step = eager.build(batch), replace(eager, graphs=sizes).build(batch)
+    own, padded = inputs.target, step.target
+    num_rows, size = len(own.token_ids), (len(padded.prev_rows), len(padded.token_ids))
+    if not step.in_graph:
+        needed = num_rows + spare + (sizes.targets[-1][0] - num_seqs) * sizes.padding_rows(*sizes.targets[-1])
+        assert batch.prefills and needed > sizes.max_rows
+        assert size == (len(own.prev_rows), num_rows)
+        return
+    assert size in sizes.targets and padded.logits_indices.tolist() == [*range(size[1])]
+    assert padded.token_ids[:num_rows].tolist() == own.token_ids.tolist()
+    sampled = own.num_seqs
+    assert padded.num_seqs == sampled and len(padded.logits_start) == size[0] + 1
+    assert padded.logits_start[:sampled].tolist() == own.logits_indices[own.logits_start].tolist()
+    drafts = padded.token_source[padded.token_source >= size[1]] - size[1]
+    assert drafts.tolist() == [
+        index * (block_size - 1) + i
+        for index, count in zip(own.draft_index.tolist(), own.num_drafts.tolist(), strict=True)
+        for i in range(count)
+    ]
+    for draws, same in zip(step.sampling, inputs.sampling, strict=True):
+        assert draws.rows.tolist() == own.logits_indices[same.rows].tolist()
+    check_padded(own.groups[0], padded.groups[0], size[1], -(-sizes.max_rows // page_size), page_size)
+
+
 def check_padded(own: RowGroup, group: RowGroup, rows: int, scratch_pages: int, page_size: int) -> None:
     """N2, N3, N11, N16 and N30 of docs/npu-contract.md, and the real sequences' places as they were."""
     num_seqs, num_rows = len(own.query_lens), sum(own.query_lens)
@@ -245,6 +276,15 @@ def test_blocks_of_4_8_and_16_rows_are_captured_at_many_sequences_by_default() -
     assert (sizes.draft(100, 3), sizes.draft(3, 3)) == ((128, 4), (4, 16))
     assert sizes.target_passes(100)[:4] == [(128, 0), (128, 384), (128, 896), (128, 1920)]
     assert sizes.target_passes(3)[:2] == [(4, 0), (4, 60)], "a whole block, because no narrower one is captured"
+
+
+def test_prompts_of_some_200_rows_take_a_graph_and_larger_steps_none() -> None:
+    sizes = settle_graph_sizes(256, 16, 48, draft_graphs=True, spare=1)
+    assert [sizes.with_chunks(1, rows) for rows in (1, 16, 17, 100, 192, 241)] == [
+        (1, 2), (1, 17), (2, 33), (8, 129), (16, 257), (16, 257),
+    ]  # fmt: skip
+    assert sizes.with_chunks(1, 242) is None and sizes.with_chunks(64, 256) == (64, 257)
+    assert sizes.with_chunks(100, 150) is None, "it would be 513 rows"
 
 
 def test_rows_are_shared_in_sizes_between_powers_of_two() -> None:

@@ -469,7 +469,7 @@ def test_a_follower_whose_device_fails_behind_a_launch_ends_because_it_reads_whe
 
 def empty_step(number: int) -> StepInputs:
     target = replace(Layout(4).target(Batch(), None, 0), prev_rows=np.array([number], dtype=np.int32))
-    return StepInputs(target=target, draft=None, sampling=[], plain_sequences=None, has_prefill=False)
+    return StepInputs(target=target, draft=None, sampling=[], plain_sequences=None, in_graph=False)
 
 
 def test_a_step_that_raises_ends_the_engine_of_ranks(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
