@@ -430,6 +430,27 @@ def test_a_probe_that_is_accepted_whole_is_news_only_where_that_was_unlikely(acc
     assert (history.tried == 5) == is_news, "what the sequence was like before says nothing any more"
 
 
+def test_probes_in_a_row_are_news_together_though_none_is_alone() -> None:
+    def probes_until_news(outcomes: list[int]) -> int | None:
+        """Text has been middling, so a probe is accepted whole about every sixth time."""
+        policy = Policy(BLOCK, planted("cpu"))
+        for _ in range(60):
+            policy.choose([("a", 15)])
+            policy.record_acceptance("a", 5, 2)
+            policy.record_acceptance("a", 5, 5)
+        for number, accepted in enumerate(outcomes, start=1):
+            policy.choose([("a", 15)])
+            history = policy.histories["a"]
+            history.is_probed, before = True, history.tried
+            policy.record_acceptance("a", 5, accepted)
+            if history.tried == 5 < before:
+                return number
+        return None
+
+    assert (found := probes_until_news([5] * 8)) is not None and found > 1
+    assert probes_until_news(([5] * (found - 1) + [2]) * 5) is None
+
+
 def test_time_for_probes_is_saved_in_steps_that_prefill_too() -> None:
     policy = Policy(BLOCK, planted("cpu"))
     for i in range(4):
