@@ -26,7 +26,8 @@ from app.engine.device.factory import make_backend
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import Engine, build_engine
 from app.engine.load.loader import SafetensorsWeights
-from app.engine.load.memory import CPU_KV_BYTES, bytes_per_token
+from app.engine.load.memory import CPU_KV_BYTES
+from app.engine.models.kv_pool import bytes_per_token
 from tools.bench.command import out_folder, progress
 from tools.bench.flags import add_out_flag, count, counts
 from tools.bench.markdown import Row, Table

@@ -77,7 +77,7 @@ class Watched:
         return self.runner.layout
 
     def launch(self, inputs: StepInputs) -> PendingStep:
-        assert not inputs.has_prefill, "nothing is prefilled"
+        assert inputs.draft or inputs.plain_sequences, "nothing is prefilled"
         (group,) = inputs.target.groups
         lengths = zip(group.host_seq_lens, group.query_lens, strict=True)
         self.batches.append([(length - rows + 1, rows) for length, rows in lengths])
