@@ -31,7 +31,7 @@ def locate_rows(seq_ptr, offset_ptr, table_ptr, position_ptr, slot_ptr, num_rows
     inside = rows < num_rows
     seq = tl.load(seq_ptr + rows, mask=inside, other=0)
     position = tl.load(offset_ptr + seq, mask=inside, other=0) + rows
-    page = tl.load(table_ptr + seq.to(tl.int64) * table_width + position // PAGE, mask=inside, other=0)
+    page = tl.load(table_ptr + seq.to(tl.int64) * table_width + position // PAGE % table_width, mask=inside, other=0)
     tl.store(position_ptr + rows, position, mask=inside)
     tl.store(slot_ptr + rows, page * PAGE + position % PAGE, mask=inside)
 

@@ -321,11 +321,11 @@ class Backend(ABC):
         self, seq_ids: Tensor, position_offsets: Tensor, row_numbers: Tensor, page_table: Tensor, page_size: int
     ) -> tuple[Tensor, Tensor]:
         """Return (positions, slots) [R] int32 of rows `row_numbers` 0 .. R - 1, which belong to `seq_ids` [R]. A row's
-        position is its number plus `position_offsets` [S] of its sequence. `page_table` is [S, P]."""
+        position is its number plus `position_offsets` [S] of its sequence. Page p is in column p % P of its [S, P]."""
         positions = position_offsets[seq_ids] + row_numbers
         page = positions // page_size
         in_page = positions - page * page_size
-        return positions, torch.add(in_page, page_table[seq_ids, page], alpha=page_size)
+        return positions, torch.add(in_page, page_table[seq_ids, page % page_table.shape[1]], alpha=page_size)
 
     verify = staticmethod(verify)
 

@@ -8,13 +8,15 @@ from app.engine.models.page_pool import PagePool
 from app.engine.sequence import Sequence
 
 
-def num_draft_pages(window: int, sizes: Any) -> int:
-    """Return the draft's own pages: of all sequences' windows and two blocks, of prompts' rows in a step, and scratch.
+def draft_columns(window: int, block_size: int, page_size: int) -> int:
+    """Return the pages of a decoding sequence: of its window and of two blocks, each beginning within a page."""
+    return (window + 2 * block_size) // page_size + 3
 
-    `sizes` are `load.plan.Sizes`. Each of the parts begins within a page.
-    """
-    of_one = (window + 2 * sizes.block_size) // sizes.page_size + 3
-    return sizes.scratch_pages + sizes.max_num_seqs * of_one + sizes.max_num_batched_tokens // sizes.page_size
+
+def num_draft_pages(sizes: Any) -> int:
+    """Return the pages by `load.plan.Sizes`: of all sequences, of prompts' rows in a step, and scratch; 0 for none."""
+    of_all = sizes.max_num_seqs * sizes.draft_columns + sizes.max_num_batched_tokens // sizes.page_size
+    return sizes.scratch_pages + of_all if sizes.draft_columns else 0
 
 
 class DraftPages:

@@ -19,7 +19,7 @@ from app.engine.core import EngineCore
 from app.engine.device.base import Backend
 from app.engine.device.factory import found_device, make_backend
 from app.engine.dflash.conv import ConvolvedLayer
-from app.engine.dflash.draft_pages import DraftPages
+from app.engine.dflash.draft_pages import DraftPages, num_draft_pages
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.dflash.model import DFlashModel, read_mask_row
 from app.engine.dflash.rotation import read_rotation, turned_back, turned_fc
@@ -205,14 +205,13 @@ def _runner(
     counts = TokenCounts(sizes.max_num_seqs, vocab, backend)
     hybrid, first = states is not None, plan.draft.first_draft_row if plan.draft else 1
     apart = backend.separate_prefill or hybrid  # a recurrent layer reads decoding rows and chunks as groups
-    own, on_host = sizes.num_draft_pages, backend.lengths_on_host
-    layout = Layout(sizes.page_size, apart, first, hybrid, host_positions=on_host, own_draft_pages=own > 0)
+    layout = Layout(sizes.page_size, apart, first, hybrid, backend.lengths_on_host, draft_columns=sizes.draft_columns)
     length = max(sizes.padded_len, plan.max_rows)
     tables = {(d.rope, d.head_dim): RotaryTable(d.rope, d.head_dim, length, *of_all) for d in plan.decoders}
     rotaries = [tables[d.rope, d.head_dim] for d in plan.decoders]  # one lookup for target and context KV
     pools, drafter = [KvPool(plan.target, num_pages, sizes.page_size, *of_all, states)], None
     if plan.draft and draft:
-        own = own if plan.num_pages else 0  # steps of made-up sequences have the same pages in both
+        own = num_draft_pages(sizes) if plan.num_pages else 0  # made-up sequences have the same pages in both
         pools.append(KvPool(plan.draft.decoder, own or num_pages, sizes.page_size, *of_all))
         drafter = DFlashDrafter(draft, pools[1], rotaries[1], sampler, backend)
     forward = Forward(target, pools[0], rotaries[0], sampler, backend, sizes.page_size, plan.max_rows, drafter)
@@ -236,7 +235,7 @@ def _warm(runner: ModelRunner, plan: Plan, on_progress: Progress) -> Engine:
     overlap = graphs is not None and (bool(graphs.draft_graphs) or runner.forward.drafter is None)
 
     def core(policy: Policy) -> EngineCore:
-        of_pages, own = (sizes.page_size, sizes.scratch_pages), sizes.num_draft_pages
+        of_pages, own = (sizes.page_size, sizes.scratch_pages), num_draft_pages(sizes)
         scheduler = Scheduler(
             PagePool(plan.num_pages, *of_pages),
             max_num_seqs=sizes.max_num_seqs,

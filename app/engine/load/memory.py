@@ -11,6 +11,7 @@ from app.config.engine import EngineConfig
 from app.engine.comm.comm import Comm
 from app.engine.device.base import Backend
 from app.engine.device.gated_delta import CHUNK
+from app.engine.dflash.draft_pages import num_draft_pages
 from app.engine.errors import UnsupportedError
 from app.engine.load.plan import PREFILL_SHARE, Plan, Sizes
 from app.engine.models.kv_pool import bytes_per_token
@@ -118,16 +119,15 @@ def kv_bytes(plan: Plan, backend: Backend, states: StatePool | None, step: int) 
 
 def with_pages(plan: Plan, kv_bytes: int) -> Plan:
     """Return the plan with the pages that `kv_bytes` hold. The draft gets those of its own only if they are fewer."""
-    sizes, own = plan.sizes, plan.sizes.num_draft_pages
+    sizes, own = plan.sizes, num_draft_pages(plan.sizes)
     of_target, *of_draft = (plan.sharing * bytes_per_token(each, plan.dtype) for each in plan.decoders)
     shared = min(sizes.most_pages, kv_bytes // (sizes.page_size * (of_target + sum(of_draft))))
     if 0 < own < shared:
         of_own = own * sizes.page_size * sum(of_draft)
         sizes, num_pages = settle_pages(plan.config, sizes, kv_bytes, of_target, of_own)
-        told = "KV: the draft needs %d pages of its own, because its layers have windows; the target has %d, and not %d"
-        logger.info(told, own, num_pages, shared)
+        logger.info("KV: %d pages of its own for a windowed draft; the target has %d, not %d", own, num_pages, shared)
     else:
-        sizes = replace(sizes, num_draft_pages=0)
+        sizes = replace(sizes, draft_columns=0)
         sizes, num_pages = settle_pages(plan.config, sizes, kv_bytes, of_target + sum(of_draft))
     return replace(plan, sizes=sizes, num_pages=num_pages)
 

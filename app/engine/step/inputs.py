@@ -6,7 +6,6 @@ fields, so neither the copy between the two nor the message to other ranks knows
 
 from array import array
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Generic
 
@@ -27,9 +26,9 @@ class RowGroup(Generic[A]):
     Row r is of sequence `seq_ids[r]` [R]. `position_offsets` [S] is a sequence's first position less the number of its
     first row, so a row's position is its number plus that. `query_start_loc` [S + 1] are the numbers of first rows, and
     `seq_lens` [S] include the rows themselves. `page_table` is [S, P], padded with the scratch page 0. `query_lens` and
-    `host_seq_lens` are lengths on the host. `positions` and `slot_mapping` [R] are there if the device wants them. A
-    draft's own pages are in `draft_table`, or their slots in `draft_slots` [R]. Its attention reads those in
-    `page_table`, which begins with the first that a sequence still holds.
+    `host_seq_lens` are lengths on the host. `positions` and `slot_mapping` [R] are there if the device wants them.
+    A draft's own pages are in `draft_table`, in columns of their numbers modulo the width, or as `draft_slots` [R].
+    Its attention reads `page_table`, which begins with the first page that a sequence still holds.
     """
 
     seq_ids: A
@@ -103,7 +102,7 @@ class Layout:
     `first_draft_row` of 1 the anchor's. `hybrid` targets get the slots of their recurrent state. Some devices get
     `host_positions`, which are positions and slots. Decode steps, and short chunks that are no group of their own, are
     padded to sizes of `graphs`, which may hold draws. Drafts are in the columns of a whole block. Padding rows lie on
-    the first pages, each in its own slot. The draft may have its `own_draft_pages`.
+    the first pages, each in its own slot. A decoding sequence has `draft_columns` pages of the draft's own, if it has.
     """
 
     page_size: int
@@ -113,7 +112,7 @@ class Layout:
     host_positions: bool = False
     graphs: GraphSizes | None = None
     draws_in_graphs: bool = False
-    own_draft_pages: bool = False
+    draft_columns: int = 0
 
     def build(self, batch: Batch) -> StepInputs:
         """Return the arrays of a batch that is not empty."""
@@ -202,16 +201,20 @@ class Layout:
         starts = [share.start for share in shares]
         seq_lens = [start + count for start, count in zip(starts, counts, strict=True)]
         ends = [length + share.max_accepted for length, share in zip(seq_lens, shares, strict=True)]
-        scratch = -(-self.graphs.max_rows // self.page_size) if self.graphs and padding else 0
+        scratch = -(-self.graphs.max_rows // self.page_size) if self.graphs else 0
         width = max(pages, scratch, -(-max(ends, default=0) // self.page_size))
-        tables = partial(_table, num_padding=len(padding), scratch=scratch, width=width)
-        page_table = placed_in = tables([share.seq.pages for share in shares])
-        draft_table = tables([share.seq.draft_pages for share in shares]) if self.own_draft_pages else None
-        if of_draft and draft_table is not None:
+        page_table = placed_in = _table([share.seq.pages for share in shares], len(padding), scratch, width)
+        draft_table = None
+        if self.draft_columns:
             firsts = [share.seq.first_draft_page for share in shares]
-            seq_lens = [n - first * self.page_size for n, first in zip(seq_lens, firsts, strict=True)]
-            page_table = tables([share.seq.draft_pages[first:] for first, share in zip(firsts, shares, strict=True)])
-            placed_in = draft_table
+            held = [share.seq.draft_pages[first:] for first, share in zip(firsts, shares, strict=True)]
+            table = _table(held, len(padding), scratch, max(self.draft_columns, scratch, *map(len, held)))
+            draft_table = table.copy()
+            for row, first in zip(draft_table, firsts, strict=False):
+                row[:] = np.roll(row, first)
+            if of_draft:
+                page_table, placed_in = table, draft_table
+                seq_lens = [n - first * self.page_size for n, first in zip(seq_lens, firsts, strict=True)]
         if padding:
             starts += [0, *accumulate(padding[:-1])]
             counts, seq_lens = counts + padding, seq_lens + padding
@@ -223,9 +226,11 @@ class Layout:
         if self.host_positions:
             group.positions = np.arange(len(seq_ids), dtype=np.int32) + offsets[seq_ids]
             page, in_page = np.divmod(group.positions, np.int32(self.page_size))
-            group.slot_mapping = placed_in[seq_ids, page] * np.int32(self.page_size) + in_page
+            in_table = placed_in[seq_ids, page % placed_in.shape[1]]
+            group.slot_mapping = in_table * np.int32(self.page_size) + in_page
             if draft_table is not None and not of_draft:
-                group.draft_slots = draft_table[seq_ids, page] * np.int32(self.page_size) + in_page
+                in_table = draft_table[seq_ids, page % draft_table.shape[1]]
+                group.draft_slots = in_table * np.int32(self.page_size) + in_page
         else:
             group.draft_table = draft_table
         return group

@@ -12,7 +12,7 @@ import torch
 
 from app.config.engine import EngineConfig
 from app.engine.core import EngineCore
-from app.engine.dflash.draft_pages import num_draft_pages
+from app.engine.dflash.draft_pages import draft_columns, num_draft_pages
 from app.engine.load.engine import Engine
 from app.engine.load.memory import with_pages
 from app.engine.load.plan import Plan, Sizes
@@ -79,6 +79,18 @@ def test_drafts_of_long_answers_are_the_references(tmp_path, kind: str, path: st
     assert max(len(block.token_ids) for block in blocks) > 3 * 32
     assert share_of_right_drafts(blocks[::5], pair) == 1.0
     assert max(used) <= (32 + 2 * 8 + 29) // 4 + 3 < 100 // 4
+
+
+@pytest.mark.parametrize("num_seqs", [1, 10])
+def test_tables_of_graphs_are_as_wide_whether_a_step_is_padded_or_not(tmp_path, num_seqs: int):
+    """Ten sequences have more scratch pages than a window needs pages, and one fills its graph."""
+    pair = KINDS["v1"](tmp_path)
+    with device_lengths():
+        engine = engine_of(pair, enforce_eager=False, max_graphs=12, max_num_seqs=10, max_num_batched_tokens=96)
+    assert engine.sizes.scratch_pages > engine.sizes.draft_columns
+    engine.core.overlap = False
+    blocks = drafted_by(engine.core, [replace(r, max_tokens=40) for r in requests_about_the_window(num_seqs, 8)])
+    assert share_of_right_drafts(blocks[:: 4 * num_seqs], pair) == 1.0
 
 
 def test_drafts_are_the_references_after_preemption_and_prefix_hits(tmp_path):
@@ -214,7 +226,7 @@ def test_a_draft_has_its_own_pages_if_they_are_fewer(tmp_path, caplog, config, s
     pair = Dialect(config).make(tmp_path)
     with caplog.at_level(logging.INFO):
         engine = make_engine(pair.target, pair.draft, **SETTINGS | settings)
-    own, scheduler = engine.sizes.num_draft_pages, engine.core.scheduler
+    own, scheduler = num_draft_pages(engine.sizes), engine.core.scheduler
     assert (engine.sizes.draft_window if own else 0) == window and bool(scheduler.draft_pages) == bool(window)
     target, draft = engine.core.runner.pools
     own = own or target.all_layers.k.shape[0] // 4
@@ -231,7 +243,7 @@ def test_the_pages_of_a_27b_are_as_many_more_as_the_page_of_drafts_says(seqs: in
     sizes = Sizes(8, 262_144, seqs, 2048, page_size=128, scratch_pages=seqs * 8 // 128 + 1)
     shared, own = (
         with_pages(Plan(config, target, draft, torch.bfloat16, planned, None), 40 << 30).num_pages
-        for planned in (sizes, replace(sizes, draft_window=2048, num_draft_pages=num_draft_pages(2048, sizes)))
+        for planned in (sizes, replace(sizes, draft_columns=draft_columns(2048, 8, 128)))
     )
     assert round(100 * (own / shared - 1)) == more
     assert f"{more} % {'more pages for 16' if seqs == 16 else 'for 64'}" in PAGE

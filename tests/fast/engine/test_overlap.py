@@ -300,11 +300,12 @@ def test_what_refused_drafts_leave_is_scrubbed_and_not_what_was_written_since(pa
             pending.read = not_finite
         return pending
 
-    def noted(slot_mapping: list[int]) -> None:
+    def noted(slots: list[list[int]]) -> None:
+        (slot_mapping,) = slots
         known = {seq.pages[p // 4] * 4 + p % 4 for seq in scheduler.running for p in range(seq.num_computed)}
         assert not known & set(slot_mapping)
         scrubbed.update(slot_mapping)
-        scrub(slot_mapping)
+        scrub(slots)
 
     monkeypatch.setattr(engine.core, "launch", spoilt)
     monkeypatch.setattr(runner, "scrub", noted)

@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from random import Random
 
-from app.engine.dflash.draft_pages import DraftPages, num_draft_pages
+from app.engine.dflash.draft_pages import DraftPages, draft_columns, num_draft_pages
 from app.engine.faults import Faults
 from app.engine.load.plan import Sizes
 from app.engine.models.page_pool import SCRATCH_PAGES, PagePool
@@ -122,8 +122,8 @@ class Harness:
         )
         self.draft_window = draft_window
         if draft_window:
-            sizes = Sizes(block_size, max_model_len, max_num_seqs, self.budget, page_size)
-            own = num_draft_pages(draft_window, sizes)
+            columns = draft_columns(draft_window, block_size, page_size)
+            own = num_draft_pages(Sizes(block_size, max_model_len, max_num_seqs, self.budget, page_size, 1, 1, columns))
             self.scheduler.draft_pages = DraftPages(own, page_size, SCRATCH_PAGES, draft_window)
         Faults(self.scheduler)
         self.prefix_caching = prefix_caching
