@@ -125,7 +125,7 @@ def with_pages(plan: Plan, kv_bytes: int) -> Plan:
     if 0 < own < shared:
         of_own = own * sizes.page_size * sum(of_draft)
         sizes, num_pages = settle_pages(plan.config, sizes, kv_bytes, of_target, of_own)
-        logger.info("KV: %d pages of its own for a windowed draft; the target has %d, not %d", own, num_pages, shared)
+        logger.info("KV: %d pages, and %d of its own for a windowed draft, not %d for both", num_pages, own, shared)
     else:
         sizes = replace(sizes, draft_columns=0)
         sizes, num_pages = settle_pages(plan.config, sizes, kv_bytes, of_target + sum(of_draft))

@@ -231,7 +231,7 @@ def test_a_draft_has_its_own_pages_if_they_are_fewer(tmp_path, caplog, config, s
     target, draft = engine.core.runner.pools
     own = own or target.all_layers.k.shape[0] // 4
     assert draft.all_layers.k.shape[0] == 2 * own
-    assert any("pages of its own" in message for message in caplog.messages) == bool(window)
+    assert any("of its own for a windowed draft" in message for message in caplog.messages) == bool(window)
 
 
 @pytest.mark.parametrize(("seqs", "more"), [(16, 29), (64, 21)])
