@@ -1,4 +1,4 @@
-"""Pages of a draft's own KV, if each of its layers has a window: few for a sequence, however long it is. No torch."""
+"""Separate pages for the KV of a draft whose layers all have windows: few, however long a sequence is. No torch."""
 
 from array import array
 from collections.abc import Iterable
@@ -9,7 +9,8 @@ from app.engine.sequence import Sequence
 
 
 def draft_columns(window: int, block_size: int, page_size: int) -> int:
-    """Return the pages of a decoding sequence: of its window and of two blocks, each beginning within a page."""
+    """Return the pages of a decoding sequence: its window and two blocks may straddle a page at both ends, and so may a
+    prompt's chunk before it."""
     return (window + 2 * block_size) // page_size + 3
 
 
@@ -23,7 +24,7 @@ class DraftPages:
     """Pages of `pool`. A sequence holds those of its rows, and of the `window` tokens before them.
 
     Its `draft_pages` are numbered like its pages, and 0 before `first_draft_page`. The pool has enough for all
-    sequences. A full page is cached like the target's, until it lies before the window. If fewer pages are cached than
+    sequences. Full pages are cached like the target's. Those before a window are reused first. If fewer are found than
     a window has, the draft sees only the tokens on these.
     """
 
@@ -45,8 +46,7 @@ class DraftPages:
             self.pool.publish(seq.draft_pages[page], seq.digest(page, self.pool.page_size))
         old, new = seq.first_draft_page, self._first(seq)
         if old < new:
-            self.pool.forget(seq.draft_pages[old:new])  # to be reused before pages that a sequence may go on from
-            self.pool.release(seq.draft_pages[old:new])
+            self.pool.release(seq.draft_pages[old:new], reuse_first=True)
             seq.draft_pages[old:new] = array("i", [0] * (new - old))
             seq.first_draft_page = new
 
@@ -54,7 +54,8 @@ class DraftPages:
         """Release all pages. Those after the first `num_known` pages of the sequence count as not sound."""
         first = seq.first_draft_page
         self.pool.release(seq.draft_pages[max(first, num_known) :], sound=False)
-        self.pool.release(seq.draft_pages[first:num_known], sound=seq.is_sound)
+        # The last page is what a sequence would go on from, so it is the last to be reused.
+        self.pool.release(seq.draft_pages[first:num_known][::-1], sound=seq.is_sound)
         seq.draft_pages, seq.first_draft_page = array("i"), 0
 
     def _first(self, seq: Sequence) -> int:

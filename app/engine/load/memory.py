@@ -118,16 +118,16 @@ def kv_bytes(plan: Plan, backend: Backend, states: StatePool | None, step: int) 
 
 
 def with_pages(plan: Plan, kv_bytes: int) -> Plan:
-    """Return the plan with the pages that `kv_bytes` hold. The draft gets those of its own only if they are fewer."""
+    """Return the plan with the pages that `kv_bytes` hold. The draft gets separate ones only if they are fewer."""
     sizes, own = plan.sizes, num_draft_pages(plan.sizes)
     of_target, *of_draft = (plan.sharing * bytes_per_token(each, plan.dtype) for each in plan.decoders)
     shared = min(sizes.most_pages, kv_bytes // (sizes.page_size * (of_target + sum(of_draft))))
-    if 0 < own < shared:
-        of_own = own * sizes.page_size * sum(of_draft)
-        sizes, num_pages = settle_pages(plan.config, sizes, kv_bytes, of_target, of_own)
-        logger.info("KV: %d pages, and %d of its own for a windowed draft, not %d for both", num_pages, own, shared)
+    least = sizes.pages_per_sequence + sizes.scratch_pages if plan.config.max_model_len else 0
+    if 0 < own < max(shared, least):
+        sizes, num_pages = settle_pages(plan.config, sizes, kv_bytes, of_target, own * sizes.page_size * sum(of_draft))
+        logger.info("KV: %d pages, and %d separate ones of a windowed draft, not %d for both", num_pages, own, shared)
     else:
-        sizes = replace(sizes, draft_columns=0)
+        sizes = replace(sizes, draft_window=0, draft_columns=0)
         sizes, num_pages = settle_pages(plan.config, sizes, kv_bytes, of_target + sum(of_draft))
     return replace(plan, sizes=sizes, num_pages=num_pages)
 

@@ -28,8 +28,8 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Settled sizes. `block_size` is 1 without a draft. A sequence's pages cover `padded_len` positions. Padded page
-    tables and padding rows point to the first `scratch_pages` pages. The draft's own pages, if it
-    has some, are `draft_columns` of a decoding sequence, for `draft_window` tokens before its rows."""
+    tables and padding rows point to the first `scratch_pages` pages. The draft may have separate
+    pages, `draft_columns` for a decoding sequence, which keep `draft_window` tokens before its rows."""
 
     block_size: int
     max_model_len: int

@@ -13,7 +13,7 @@ class OutOfPages(Exception):
 
 
 class PagePool:
-    """Page ids of `page_size` tokens each, shared by the target's KV and the draft's, or of one of them.
+    """Page ids of `page_size` tokens each, of the target's KV and the draft's, or of either.
 
     Every page but the scratch pages is either free or owned. A cached page is found by its digest, may have several
     owners, and stays cached when the last one releases it. Free uncached pages are reused first, then cached ones,
@@ -90,10 +90,10 @@ class PagePool:
                 del self._page_of[digest]
                 self.on_forget(digest)
 
-    def release(self, pages: "array[int]", *, sound: bool = True) -> None:
+    def release(self, pages: "array[int]", *, sound: bool = True, reuse_first: bool = False) -> None:
         """Remove an owner, from the tail on, because a sequence's first pages are the likeliest to be found again.
 
-        The pages are `sound` if all KV on them is known to be finite.
+        The pages are `sound` if all KV on them is known to be finite. Cached ones may be those to `reuse_first`.
         """
         if not sound:
             self._suspects.update(pages)
@@ -105,6 +105,8 @@ class PagePool:
                 continue
             if page in self._digest_of:
                 self._free_cached[page] = None
+                if reuse_first:
+                    self._free_cached.move_to_end(page, last=False)
             else:
                 self._free.append(page)
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 Size = tuple[int, int]
 
 CHUNK_ROWS = 256
-"""Rows, less a spare one, of the largest graph for prompt chunks. Padding hardly costs up to the 200 rows or so that an
-Ascend910B multiplies while it reads the weights. With many more, the device takes longer than the host's launches."""
+"""Rows, less a spare one, of the largest graph for prompt chunks. By its figures an Ascend910B multiplies some 200 rows
+while it reads the weights, so padding up to there is cheap, and many more take longer than the launches. Not timed."""
 
 
 @dataclass(frozen=True, slots=True)

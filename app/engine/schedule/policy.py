@@ -32,9 +32,9 @@ _WORTH_DRAFTING = 1.03
 """Expected gain below which plain decoding is kept, because its speed is known."""
 _PROBE_SHARE, _PROBE_DRAFTS = 0.012, 5
 """Share of the time spent on probes of plain sequences, and the drafts that one probe verifies."""
-_SURPRISE, _KEPT_AT_SURPRISE = 0.1, 0.3
-"""Probes in a row that are accepted whole although that was less likely than the first show that the text has changed.
-Outcomes of all sequences then keep the second as their weight, because other texts may have changed too."""
+_SURPRISE, _SURPRISING_RUN, _KEPT_AT_SURPRISE = 0.1, 0.02, 0.3
+"""A probe that is accepted whole although that was less likely than the first, or a run of them less likely than the
+second, shows that the text has changed. Outcomes of all sequences then keep the third as their weight."""
 _MAX_STEPS, _MANY_SEQS = 16, 32
 """Steps that a decision holds for, because deciding costs host time. If some draft and one disappoints or ends it holds
 for one step, and for one more with each of the second number of sequences, of which one always does."""
@@ -151,7 +151,7 @@ class Policy:
         # Time of one probe at most is saved up, so no two follow each other.
         self._probe_ms = self._max_probe_ms = float(costs.step_ms(1, 1, probe + 1, probe)) if costs else 0.0
         self._probes_all = self._has_drafts = False
-        self._luck = 1.0  # how likely it was that the last probes were all accepted whole
+        self._whole_run = 1.0  # how likely it was that the last probes were all accepted whole
 
     def choose(self, wanted: Sequence[tuple[Hashable, int]]) -> Widths:
         """Return the widths of a step for (sequence, most drafts that it may verify)."""
@@ -177,9 +177,10 @@ class Policy:
         likelihood = [row[accepted] - row[tried] * (tried > accepted) for row in history.survival]
         if history.is_probed:
             history.is_probed, self._holds_for = False, 0
-            self._luck = self._luck * float(self._trust() @ likelihood) if accepted == verified else 1.0
-            if self._luck < _SURPRISE:
-                self._luck = 1.0
+            whole_run = self._whole_run * float(self._trust() @ likelihood) if accepted == verified else 1.0
+            is_news = whole_run < (_SURPRISE if self._whole_run == 1.0 else _SURPRISING_RUN)
+            self._whole_run = 1.0 if is_news else whole_run
+            if is_news:
                 history.tried = history.accepted = history.expected = 0.0
                 self._surprise = [0.0] * len(_OWN_PRIOR_DRAFTS)
                 self._ends *= _KEPT_AT_SURPRISE

@@ -148,14 +148,16 @@ class Scheduler:
         self.unclean.clear()
         while True:
             try:
-                return self.with_draft_pages(self._next_batch())
+                batch = self._next_batch()
+                break
             except Exception as error:
                 if self.at_hand is None:
                     raise
                 self._dropped.append(self.on_error(self.at_hand, error))
+        return self.with_draft_pages(batch)
 
     def with_draft_pages(self, batch: Batch) -> Batch:
-        """Return the batch, whose rows and whole blocks get pages of the draft's own."""
+        """Return the batch, whose rows and whole blocks get the draft's separate pages."""
         if self.draft_pages:
             for share in batch.shares:
                 end = share.start + share.max_accepted + max(share.count, self.block_size)

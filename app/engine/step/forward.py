@@ -120,7 +120,7 @@ class Forward:
         return self.backend.verify(choices, drafts, inputs.logits_start, inputs.num_drafts, inputs.draft_index, out)
 
     def positions_and_slots(self, group: RowGroup[Tensor], page_table: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the positions and slots of a group's rows, in another table than its own if one is given."""
+        """Return the positions and slots of a group's rows, if it has none yet in `page_table` or its own table."""
         if group.positions is not None and group.slot_mapping is not None:
             return group.positions, group.slot_mapping
         rows = group.seq_ids, group.position_offsets, self.row_numbers[: len(group.seq_ids)]

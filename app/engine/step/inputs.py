@@ -27,8 +27,8 @@ class RowGroup(Generic[A]):
     first row, so a row's position is its number plus that. `query_start_loc` [S + 1] are the numbers of first rows, and
     `seq_lens` [S] include the rows themselves. `page_table` is [S, P], padded with the scratch page 0. `query_lens` and
     `host_seq_lens` are lengths on the host. `positions` and `slot_mapping` [R] are there if the device wants them.
-    A draft's own pages are in `draft_table`, in columns of their numbers modulo the width, or as `draft_slots` [R].
-    Its attention reads `page_table`, which begins with the first page that a sequence still holds.
+    Separate pages of the draft are in `draft_table`, each in its number's column modulo the width, or as `draft_slots`
+    [R] of a target's rows. A draft's `page_table` then begins with the first page held, and its `seq_lens` with it.
     """
 
     seq_ids: A
@@ -102,7 +102,7 @@ class Layout:
     `first_draft_row` of 1 the anchor's. `hybrid` targets get the slots of their recurrent state. Some devices get
     `host_positions`, which are positions and slots. Decode steps, and short chunks that are no group of their own, are
     padded to sizes of `graphs`, which may hold draws. Drafts are in the columns of a whole block. Padding rows lie on
-    the first pages, each in its own slot. A decoding sequence has `draft_columns` pages of the draft's own, if it has.
+    the first pages, each in its own slot. A decoding sequence has `draft_columns` separate pages of the draft, or none.
     """
 
     page_size: int
@@ -203,7 +203,7 @@ class Layout:
         ends = [length + share.max_accepted for length, share in zip(seq_lens, shares, strict=True)]
         scratch = -(-self.graphs.max_rows // self.page_size) if self.graphs else 0
         width = max(pages, scratch, -(-max(ends, default=0) // self.page_size))
-        page_table = placed_in = _table([share.seq.pages for share in shares], len(padding), scratch, width)
+        page_table = slot_table = _table([share.seq.pages for share in shares], len(padding), scratch, width)
         draft_table = None
         if self.draft_columns:
             firsts = [share.seq.first_draft_page for share in shares]
@@ -213,7 +213,7 @@ class Layout:
             for row, first in zip(draft_table, firsts, strict=False):
                 row[:] = np.roll(row, first)
             if of_draft:
-                page_table, placed_in = table, draft_table
+                page_table, slot_table = table, draft_table
                 seq_lens = [n - first * self.page_size for n, first in zip(seq_lens, firsts, strict=True)]
         if padding:
             starts += [0, *accumulate(padding[:-1])]
@@ -226,7 +226,7 @@ class Layout:
         if self.host_positions:
             group.positions = np.arange(len(seq_ids), dtype=np.int32) + offsets[seq_ids]
             page, in_page = np.divmod(group.positions, np.int32(self.page_size))
-            in_table = placed_in[seq_ids, page % placed_in.shape[1]]
+            in_table = slot_table[seq_ids, page % slot_table.shape[1]]
             group.slot_mapping = in_table * np.int32(self.page_size) + in_page
             if draft_table is not None and not of_draft:
                 in_table = draft_table[seq_ids, page % draft_table.shape[1]]

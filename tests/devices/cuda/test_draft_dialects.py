@@ -31,7 +31,7 @@ def test_drafts_are_the_references(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_drafts_from_pages_of_its_own_are_the_references(
+def test_drafts_from_separate_pages_are_the_references(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:
     """Slots in both tables are found on the device. Pages before the window are released while the prompt is read."""

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch_npu
-from app.engine.step.graph_sizes import CHUNK_ROWS
 
 from app.engine.core import EngineCore
 from app.engine.schedule.batch import Batch
+from app.engine.schedule.graph_sizes import CHUNK_ROWS
 from app.engine.step.inputs import StepInputs
 from app.messages import Request
 from tests.devices.npu.engines import LUCKY, SMALL, engine

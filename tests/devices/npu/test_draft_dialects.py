@@ -38,7 +38,7 @@ def test_drafts_are_the_references(tmp_path, name, eager):
 
 @pytest.mark.usefixtures("in_float32")
 @pytest.mark.parametrize("eager", [True, False])
-def test_drafts_from_pages_of_its_own_are_the_references(tmp_path, eager):
+def test_drafts_from_separate_pages_are_the_references(tmp_path, eager):
     """The page before the window is released while the prompt is read, and others take it."""
     pair = DIALECTS["use_swa"].make(tmp_path, head_dim=64)
     sizes = {"max_num_seqs": 2, "max_model_len": 500, "max_graphs": 2, "max_num_batched_tokens": 64}

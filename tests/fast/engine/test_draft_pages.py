@@ -1,6 +1,8 @@
-"""A draft whose layers all have windows has few pages of its own. Its drafts are those of one that keeps all KV."""
+"""A draft whose layers all have windows has few, separate pages. Its drafts are those of one that keeps all KV."""
 
 import logging
+import re
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +15,15 @@ import torch
 from app.config.engine import EngineConfig
 from app.engine.core import EngineCore
 from app.engine.dflash.draft_pages import draft_columns, num_draft_pages
+from app.engine.errors import UnsupportedError
 from app.engine.load.engine import Engine
 from app.engine.load.memory import with_pages
 from app.engine.load.plan import Plan, Sizes
+from app.engine.sequence import Sequence
 from app.messages import Request
 from tests import ROOT, UNTIMED
 from tests.fast.engine.device_lengths import device_lengths
-from tests.fast.engine.dialects import DIALECTS, SLIDING, WINDOW, Dialect, as_dflash2
+from tests.fast.engine.dialects import SLIDING, WINDOW, Dialect, as_dflash2
 from tests.fast.engine.drafted import drafted_by, requests_about_the_window, share_of_right_drafts
 from tests.fast.engine.lossless import LUCKY, make_engine
 from tests.fast.engine.pairs import Pair
@@ -36,7 +40,7 @@ SETTINGS: dict[str, Any] = {"max_model_len": 180, "page_size": 4, "max_num_seqs"
 
 def engine_of(pair: Pair, **settings: Any) -> Engine:
     engine = make_engine(pair.target, pair.draft, **SETTINGS | settings)
-    assert engine.sizes.draft_window == 32 and engine.core.scheduler.draft_pages
+    assert engine.sizes.draft_window >= 32 and engine.core.scheduler.draft_pages
     return engine
 
 
@@ -59,11 +63,11 @@ KINDS: dict[str, Callable[[Any], Pair]] = {
     "v1": Dialect(SLIDES).make,
     "causal": Dialect(SLIDES | {"is_causal": True}).make,
     "DFlash2": Dialect(SLIDES, as_dflash2).make,
-    "two windows": DIALECTS["a window of one block and a window of its own"].make,
+    "window of 40": Dialect(SLIDES | {"sliding_window": 40}).make,
 }
 
 
-@pytest.mark.parametrize("kind", ["v1", "causal", "DFlash2"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("path", ["eager", "graphs", "device"])
 def test_drafts_of_long_answers_are_the_references(tmp_path, kind: str, path: str):
     """Answers go on for several windows, and prompts are cut into chunks beside decoding rows."""
@@ -78,7 +82,7 @@ def test_drafts_of_long_answers_are_the_references(tmp_path, kind: str, path: st
     blocks, used = run_watched(engine.core, requests_about_the_window(2, 75))
     assert max(len(block.token_ids) for block in blocks) > 3 * 32
     assert share_of_right_drafts(blocks[::5], pair) == 1.0
-    assert max(used) <= (32 + 2 * 8 + 29) // 4 + 3 < 100 // 4
+    assert max(used) <= (engine.sizes.draft_window + 2 * 8 + 29) // 4 + 3 < 105 // 4
 
 
 @pytest.mark.parametrize("num_seqs", [1, 10])
@@ -191,7 +195,10 @@ def test_what_is_not_finite_is_scrubbed_from_the_drafts_pages_too(tmp_path):
 
     def noted(batch: Any) -> Any:
         reused.update(page for share in batch.shares for page in held(share.seq))
-        return launch(batch)
+        pending = launch(batch)
+        clean = list(own & reused)
+        assert all(part[clean].isfinite().all() for kv in core.runner.pools[1].layers for part in (kv.k, kv.v))
+        return pending
 
     core.launch = noted  # type: ignore[method-assign]
     blocks = drafted_by(core, others)
@@ -204,11 +211,64 @@ def test_pages_before_the_window_are_reused_before_those_that_a_turn_may_go_on_f
     harness.drain()
     assert harness.scheduler.draft_pages
     pool = harness.scheduler.draft_pages.pool
-    kept = set(pool._free_cached)
+    kept = dict(pool._page_of)
     assert kept and harness.done[first]
     harness.add(5, 50)
     harness.drain()
-    assert kept <= set(pool._free_cached)
+    assert kept.items() <= pool._page_of.items()
+
+
+def test_the_pages_that_a_turn_would_go_on_from_are_the_last_to_be_reused():
+    harness = Harness(page_size=2, block_size=2, max_num_seqs=1, prefix_caching=True, draft_window=8)
+    harness.add(16, 3)
+    harness.drain()
+    assert harness.scheduler.draft_pages
+    pool = harness.scheduler.draft_pages.pool
+    seq = Sequence(harness.done["r0"].request, arrival=9)
+    seq.token_ids, seq.num_computed = harness.done["r0"].script[:19], 18
+    pool.grow(array("i"), 2 * (pool.num_free - 4 + 1))  # one of the last window's four pages is reused
+    harness.scheduler.draft_pages.begin(seq)
+    assert seq.first_draft_page == 9 - 3
+
+
+def test_pages_before_a_window_are_found_while_there_are_others():
+    """Two answers go on from a prompt. One of them has left it behind when a third request comes."""
+    sizes = {"page_size": 4, "block_size": 2, "max_model_len": 90, "spare_pages": 60}
+    harness = Harness(**sizes, prefix_caching=True, draft_window=16)
+    prompt = [index % 7 for index in range(32)]
+    harness.add(33, 50, begins=prompt)
+    while not harness.sequence("r0").is_decoding:
+        harness.step()
+    harness.add(34, 2, begins=prompt)
+    while harness.sequence("r0").num_tokens < 70:
+        harness.step()
+    third = harness.add(35, 2, begins=prompt)
+    harness.step()
+    seq = harness.sequence(third)
+    assert seq.num_found == 32 and seq.first_draft_page == (32 - 16) // 4
+    harness.drain()
+
+
+def test_slots_of_the_drafts_pages_after_what_is_finite_are_scrubbed():
+    harness = Harness(page_size=4, block_size=4, max_num_seqs=1, draft_window=8)
+    harness.add(6, 9)
+    harness.step()
+    harness.step()
+    (seq,) = harness.scheduler.running
+    harness.scheduler.unclean.add(seq)
+    after = {harness.draft_slot(seq, place) for place in range(seq.num_computed, 4 * len(seq.draft_pages))}
+    of_target = {harness.slot(seq, place) for place in range(seq.num_computed, 4 * len(seq.pages))}
+    harness.scheduler.schedule()
+    assert [set(slots) for slots in harness.scheduler.to_scrub] == [of_target, after]
+
+
+def test_a_flush_forgets_the_drafts_pages_too():
+    harness = Harness(page_size=4, block_size=2, max_num_seqs=2, prefix_caching=True, draft_window=8)
+    harness.add(17, 2)
+    harness.drain()
+    assert harness.scheduler.draft_pages and harness.scheduler.draft_pages.pool._page_of
+    harness.flush()
+    assert not harness.scheduler.draft_pages.pool._page_of
 
 
 @pytest.mark.parametrize(
@@ -227,11 +287,23 @@ def test_a_draft_has_its_own_pages_if_they_are_fewer(tmp_path, caplog, config, s
     with caplog.at_level(logging.INFO):
         engine = make_engine(pair.target, pair.draft, **SETTINGS | settings)
     own, scheduler = num_draft_pages(engine.sizes), engine.core.scheduler
-    assert (engine.sizes.draft_window if own else 0) == window and bool(scheduler.draft_pages) == bool(window)
+    assert engine.sizes.draft_window == window and bool(scheduler.draft_pages) == bool(window)
     target, draft = engine.core.runner.pools
     own = own or target.all_layers.k.shape[0] // 4
     assert draft.all_layers.k.shape[0] == 2 * own
-    assert any("of its own for a windowed draft" in message for message in caplog.messages) == bool(window)
+    assert any("separate ones of a windowed draft" in message for message in caplog.messages) == bool(window)
+
+
+def test_too_little_memory_is_told_as_it_would_be_with_separate_pages(tmp_path):
+    pair = Dialect(SLIDES | {"layer_types": [SLIDING] * 12}).make(tmp_path, draft_layers=12)
+    settings = SETTINGS | {"max_model_len": 490, "max_num_seqs": 1, "max_num_batched_tokens": 16}
+    told = set[str]()
+    for memory in (64 << 10, 256 << 10):
+        with pytest.raises(UnsupportedError, match="give --kv-cache-memory ") as refusal:
+            make_engine(pair.target, pair.draft, **settings, kv_cache_memory=memory)
+        told |= set(re.findall(r"--kv-cache-memory (\d+)MiB", str(refusal.value)))
+    assert told == {"1"}, "and not the three that the draft's whole context would take"
+    assert make_engine(pair.target, pair.draft, **settings, kv_cache_memory=1 << 20).core.scheduler.draft_pages
 
 
 @pytest.mark.parametrize(("seqs", "more"), [(16, 29), (64, 21)])

@@ -431,6 +431,10 @@ def test_a_message_that_is_lost_ends_a_follower_by_name():
         follow(Follower(), lambda _: next(messages))
 
 
+def test_a_scrub_is_sent_with_the_slots_of_each_pool():
+    assert decode(encode(Message(3, [[1, 2], []]))) == Message(3, [[1, 2], []])
+
+
 class Follower(ModelRunner):
     """Runner of a follower whose device fails in the step `failing`, which shows when that is read."""
 

@@ -112,19 +112,20 @@ class Harness:
         self.budget = max_num_seqs * block_size + spare_rows
         one_sequence = -(-(max_model_len + 2 * block_size) // page_size)
         self.pool = PagePool(SCRATCH_PAGES + one_sequence + spare_pages, page_size)
+        self.draft_window, draft_pages = draft_window, None
+        if draft_window:
+            columns = draft_columns(draft_window, block_size, page_size)
+            sizes = Sizes(block_size, max_model_len, max_num_seqs, self.budget, page_size, draft_columns=columns)
+            draft_pages = DraftPages(num_draft_pages(sizes), page_size, SCRATCH_PAGES, draft_window)
         self.scheduler = Scheduler(
             self.pool,
+            draft_pages=draft_pages,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=self.budget,
             max_model_len=max_model_len,
             block_size=block_size,
             prefix_caching=prefix_caching,
         )
-        self.draft_window = draft_window
-        if draft_window:
-            columns = draft_columns(draft_window, block_size, page_size)
-            own = num_draft_pages(Sizes(block_size, max_model_len, max_num_seqs, self.budget, page_size, 1, 1, columns))
-            self.scheduler.draft_pages = DraftPages(own, page_size, SCRATCH_PAGES, draft_window)
         Faults(self.scheduler)
         self.prefix_caching = prefix_caching
         self.live: dict[str, Scripted] = {}
