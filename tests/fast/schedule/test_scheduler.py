@@ -433,7 +433,7 @@ def test_a_very_long_prompt_costs_others_no_step(prefix_caching):
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
-@pytest.mark.parametrize("siblings", [1, 4])
+@pytest.mark.parametrize("siblings", [1, 2])
 def test_more_work_than_pages_is_all_done(prefix_caching, siblings):
     """In the smallest possible pool, which fits one sequence, all end in time, and no sequence loses a token."""
     harness = Harness(max_num_seqs=4, block_size=4, max_model_len=64, spare_rows=40, prefix_caching=prefix_caching)
@@ -562,6 +562,6 @@ class SomeTraffic(AnyTraffic):
 
 
 TestInvariantsHoldUnderSomeTraffic = SomeTraffic.TestCase
-TestInvariantsHoldUnderSomeTraffic.settings = settings(max_examples=25, stateful_step_count=30)
+TestInvariantsHoldUnderSomeTraffic.settings = settings(max_examples=20, stateful_step_count=30)
 TestInvariantsHoldUnderAnyTraffic = pytest.mark.exhaustive(AnyTraffic.TestCase)
 TestInvariantsHoldUnderAnyTraffic.settings = settings(max_examples=150, stateful_step_count=30)
