@@ -179,7 +179,7 @@ import time
 if "app.engine.process" in sys.orig_argv:
     from app.engine.load import engine
 
-    engine.settle_pages = lambda *_: time.sleep(1000)
+    engine.with_pages = lambda *_: time.sleep(1000)
 """
 
 
