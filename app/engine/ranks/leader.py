@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,6 +102,7 @@ class Followers:
         assert process.stdout is not None
         said = process.stdout.read().splitlines()
         code = process.wait()
+        time.sleep(0.2 if code >= 0 else 0)  # it may have failed because another one was killed, which tells more
         if self._ending.acquire(blocking=False):
             end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             self._on_end(f"rank {rank} {end}" + (f": {said[-1]}" if said and code >= 0 else ""))
