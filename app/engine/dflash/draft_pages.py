@@ -8,7 +8,7 @@ from app.engine.models.page_pool import PagePool
 from app.engine.sequence import Sequence
 
 
-def draft_columns(window: int, block_size: int, page_size: int) -> int:
+def window_pages(window: int, block_size: int, page_size: int) -> int:
     """Return the pages of a decoding sequence: its window and two blocks may straddle a page at both ends, and so may a
     prompt's chunk before it."""
     return (window + 2 * block_size) // page_size + 3
@@ -16,8 +16,8 @@ def draft_columns(window: int, block_size: int, page_size: int) -> int:
 
 def num_draft_pages(sizes: Any) -> int:
     """Return the pages by `load.plan.Sizes`: of all sequences, of prompts' rows in a step, and scratch; 0 for none."""
-    of_all = sizes.max_num_seqs * sizes.draft_columns + sizes.max_num_batched_tokens // sizes.page_size
-    return sizes.scratch_pages + of_all if sizes.draft_columns else 0
+    of_all = sizes.max_num_seqs * sizes.window_pages + sizes.max_num_batched_tokens // sizes.page_size
+    return sizes.scratch_pages + of_all if sizes.window_pages else 0
 
 
 class DraftPages:

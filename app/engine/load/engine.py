@@ -205,7 +205,7 @@ def _runner(
     counts = TokenCounts(sizes.max_num_seqs, vocab, backend)
     hybrid, first = states is not None, plan.draft.first_draft_row if plan.draft else 1
     apart = backend.separate_prefill or hybrid  # a recurrent layer reads decoding rows and chunks as groups
-    layout = Layout(sizes.page_size, apart, first, hybrid, backend.lengths_on_host, draft_columns=sizes.draft_columns)
+    layout = Layout(sizes.page_size, apart, first, hybrid, backend.lengths_on_host, window_pages=sizes.window_pages)
     length = max(sizes.padded_len, plan.max_rows)
     tables = {(d.rope, d.head_dim): RotaryTable(d.rope, d.head_dim, length, *of_all) for d in plan.decoders}
     rotaries = [tables[d.rope, d.head_dim] for d in plan.decoders]  # one lookup for target and context KV

@@ -73,7 +73,7 @@ def made_up(shape: Shape, sizes: Sizes, context: int = _CONTEXT, temperature: fl
         start = repeats * page_size + in_page
         seq = _sequence(start + 1, [first] * repeats + [*pages], temperature)
         seq.state_slot, seq.batch_slot = i + 1, i
-        seq.first_draft_page = max(0, len(seq.pages) - sizes.draft_columns)
+        seq.first_draft_page = max(0, len(seq.pages) - sizes.window_pages)
         rows = shape.rows if i < shape.drafting else 1
         batch.decodes.append(ScheduledSequence(seq, start, rows, needs_logits=True, num_drafts=rows - 1))
     return batch

@@ -127,7 +127,7 @@ def with_pages(plan: Plan, kv_bytes: int) -> Plan:
         sizes, num_pages = settle_pages(plan.config, sizes, kv_bytes, of_target, own * sizes.page_size * sum(of_draft))
         logger.info("KV: %d pages, and %d separate ones of a windowed draft, not %d for both", num_pages, own, shared)
     else:
-        sizes = replace(sizes, draft_window=0, draft_columns=0)
+        sizes = replace(sizes, draft_window=0, window_pages=0)
         sizes, num_pages = settle_pages(plan.config, sizes, kv_bytes, of_target + sum(of_draft))
     return replace(plan, sizes=sizes, num_pages=num_pages)
 

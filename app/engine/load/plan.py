@@ -9,7 +9,7 @@ from app.config.engine import EngineConfig
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.device.base import Backend, Defaults
 from app.engine.dflash.context_kv import MAX_PENDING
-from app.engine.dflash.draft_pages import draft_columns
+from app.engine.dflash.draft_pages import window_pages
 from app.engine.errors import UnsupportedError
 from app.engine.load.refusals import Facts, check
 from app.engine.models.page_pool import SCRATCH_PAGES
@@ -29,7 +29,7 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 class Sizes:
     """Settled sizes. `block_size` is 1 without a draft. A sequence's pages cover `padded_len` positions. Padded page
     tables and padding rows point to the first `scratch_pages` pages. The draft may have separate
-    pages, `draft_columns` for a decoding sequence, which keep `draft_window` tokens before its rows."""
+    pages, `window_pages` for a decoding sequence, which keep `draft_window` tokens before its rows."""
 
     block_size: int
     max_model_len: int
@@ -38,7 +38,7 @@ class Sizes:
     page_size: int
     scratch_pages: int = SCRATCH_PAGES
     draft_window: int = 0
-    draft_columns: int = 0
+    window_pages: int = 0
 
     @property
     def padded_len(self) -> int:
@@ -104,7 +104,7 @@ def make_plan(config: EngineConfig, models: tuple[DecoderConfig, DFlashConfig | 
     windows = [mask.window or 0 for mask in draft.decoder.masks] if draft else [0]
     if min(windows):
         window = max(*windows, MAX_PENDING)  # rows of so many steps may be written late
-        sizes = replace(sizes, draft_window=window, draft_columns=draft_columns(window, block_size, sizes.page_size))
+        sizes = replace(sizes, draft_window=window, window_pages=window_pages(window, block_size, sizes.page_size))
     sharing = config.tensor_parallel_size if backend.memory_is_host else 1
     return Plan(config, target, draft, dtype, sizes, graph_sizes, sharing)
 

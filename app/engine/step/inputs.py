@@ -102,7 +102,7 @@ class Layout:
     `first_draft_row` of 1 the anchor's. `hybrid` targets get the slots of their recurrent state. Some devices get
     `host_positions`, which are positions and slots. Decode steps, and short chunks that are no group of their own, are
     padded to sizes of `graphs`, which may hold draws. Drafts are in the columns of a whole block. Padding rows lie on
-    the first pages, each in its own slot. A decoding sequence has `draft_columns` separate pages of the draft, or none.
+    the first pages, each in its own slot. A decoding sequence has `window_pages` separate pages of the draft, or none.
     """
 
     page_size: int
@@ -112,7 +112,7 @@ class Layout:
     host_positions: bool = False
     graphs: GraphSizes | None = None
     draws_in_graphs: bool = False
-    draft_columns: int = 0
+    window_pages: int = 0
 
     def build(self, batch: Batch) -> StepInputs:
         """Return the arrays of a batch that is not empty."""
@@ -203,18 +203,19 @@ class Layout:
         ends = [length + share.max_accepted for length, share in zip(seq_lens, shares, strict=True)]
         scratch = -(-self.graphs.max_rows // self.page_size) if self.graphs else 0
         width = max(pages, scratch, -(-max(ends, default=0) // self.page_size))
-        page_table = slot_table = _table([share.seq.pages for share in shares], len(padding), scratch, width)
         draft_table = None
-        if self.draft_columns:
+        if self.window_pages:
             firsts = [share.seq.first_draft_page for share in shares]
             held = [share.seq.draft_pages[first:] for first, share in zip(firsts, shares, strict=True)]
-            table = _table(held, len(padding), scratch, max(self.draft_columns, scratch, *map(len, held)))
+            table = _table(held, len(padding), scratch, max(self.window_pages, scratch, *map(len, held)))
             draft_table = table.copy()
             for row, first in zip(draft_table, firsts, strict=False):
                 row[:] = np.roll(row, first)
-            if of_draft:
-                page_table, slot_table = table, draft_table
-                seq_lens = [n - first * self.page_size for n, first in zip(seq_lens, firsts, strict=True)]
+        if of_draft and draft_table is not None:
+            page_table, slot_table = table, draft_table
+            seq_lens = [n - first * self.page_size for n, first in zip(seq_lens, firsts, strict=True)]
+        else:
+            page_table = slot_table = _table([share.seq.pages for share in shares], len(padding), scratch, width)
         if padding:
             starts += [0, *accumulate(padding[:-1])]
             counts, seq_lens = counts + padding, seq_lens + padding
@@ -225,12 +226,11 @@ class Layout:
         group: RowGroup[Ints] = RowGroup(seq_ids, offsets, query_start_loc, lens, page_table, counts, seq_lens)
         if self.host_positions:
             group.positions = np.arange(len(seq_ids), dtype=np.int32) + offsets[seq_ids]
-            page, in_page = np.divmod(group.positions, np.int32(self.page_size))
-            in_table = slot_table[seq_ids, page % slot_table.shape[1]]
-            group.slot_mapping = in_table * np.int32(self.page_size) + in_page
+            size = np.int32(self.page_size)
+            page, in_page = np.divmod(group.positions, size)
+            group.slot_mapping = slot_table[seq_ids, page % slot_table.shape[1]] * size + in_page
             if draft_table is not None and not of_draft:
-                in_table = draft_table[seq_ids, page % draft_table.shape[1]]
-                group.draft_slots = in_table * np.int32(self.page_size) + in_page
+                group.draft_slots = draft_table[seq_ids, page % draft_table.shape[1]] * size + in_page
         else:
             group.draft_table = draft_table
         return group

@@ -14,7 +14,7 @@ import torch
 
 from app.config.engine import EngineConfig
 from app.engine.core import EngineCore
-from app.engine.dflash.draft_pages import draft_columns, num_draft_pages
+from app.engine.dflash.draft_pages import num_draft_pages, window_pages
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import Engine
 from app.engine.load.memory import with_pages
@@ -91,7 +91,7 @@ def test_tables_of_graphs_are_as_wide_whether_a_step_is_padded_or_not(tmp_path, 
     pair = KINDS["v1"](tmp_path)
     with device_lengths():
         engine = engine_of(pair, enforce_eager=False, max_graphs=12, max_num_seqs=10, max_num_batched_tokens=96)
-    assert engine.sizes.scratch_pages > engine.sizes.draft_columns
+    assert engine.sizes.scratch_pages > engine.sizes.window_pages
     engine.core.overlap = False
     blocks = drafted_by(engine.core, [replace(r, max_tokens=40) for r in requests_about_the_window(num_seqs, 8)])
     assert share_of_right_drafts(blocks[:: 4 * num_seqs], pair) == 1.0
@@ -315,7 +315,7 @@ def test_the_pages_of_a_27b_are_as_many_more_as_the_page_of_drafts_says(seqs: in
     sizes = Sizes(8, 262_144, seqs, 2048, page_size=128, scratch_pages=seqs * 8 // 128 + 1)
     shared, own = (
         with_pages(Plan(config, target, draft, torch.bfloat16, planned, None), 40 << 30).num_pages
-        for planned in (sizes, replace(sizes, draft_columns=draft_columns(2048, 8, 128)))
+        for planned in (sizes, replace(sizes, window_pages=window_pages(2048, 8, 128)))
     )
     assert round(100 * (own / shared - 1)) == more
     assert f"{more} % {'more pages for 16' if seqs == 16 else 'for 64'}" in PAGE

@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from random import Random
 
-from app.engine.dflash.draft_pages import DraftPages, draft_columns, num_draft_pages
+from app.engine.dflash.draft_pages import DraftPages, num_draft_pages, window_pages
 from app.engine.faults import Faults
 from app.engine.load.plan import Sizes
 from app.engine.models.page_pool import SCRATCH_PAGES, PagePool
@@ -114,8 +114,8 @@ class Harness:
         self.pool = PagePool(SCRATCH_PAGES + one_sequence + spare_pages, page_size)
         self.draft_window, draft_pages = draft_window, None
         if draft_window:
-            columns = draft_columns(draft_window, block_size, page_size)
-            sizes = Sizes(block_size, max_model_len, max_num_seqs, self.budget, page_size, draft_columns=columns)
+            columns = window_pages(draft_window, block_size, page_size)
+            sizes = Sizes(block_size, max_model_len, max_num_seqs, self.budget, page_size, window_pages=columns)
             draft_pages = DraftPages(num_draft_pages(sizes), page_size, SCRATCH_PAGES, draft_window)
         self.scheduler = Scheduler(
             self.pool,
