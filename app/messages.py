@@ -64,7 +64,7 @@ class Request:
 
     @property
     def max_drafts(self) -> float:
-        """The most drafts of a step, whatever the draft's block."""
+        """Limit of drafts a step, which may exceed the draft's block."""
         return math.inf if self.speculate is True else self.speculate
 
 
@@ -126,10 +126,10 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class CacheEvent:
-    """Change of the prefix cache: pages are found from now on, are found no more, or all were forgotten.
+    """Change of the prefix cache: pages were stored or evicted, or all were cleared.
 
-    `digests` name pages. Those that are stored follow one another, `parent` is the page before them, and `token_ids`
-    are their tokens. `cache_salt` is that of a salted prompt, with its first page only.
+    `digests` identify pages. Stored pages are consecutive: `parent` is the page before them and `token_ids` are their
+    tokens. `cache_salt` comes with the first page of a salted prompt only.
     """
 
     kind: Literal["stored", "removed", "cleared"]
@@ -158,7 +158,7 @@ class EngineInfo:
     """Facts about a loaded engine, for the startup table, /v1/models, /server_info and the checks before admission.
 
     Without a draft `draft` is None, `block_size` is 1, and `taps` and `draft_config` (what its config.json says) are
-    empty. `quantised_bytes` are those of weights in 8 bits. Only a hybrid target has state: `state_cache_bytes` are for
+    empty. `quantised_bytes` counts weights in 8 bits. Only a hybrid target has state: `state_cache_bytes` are for
     `num_state_checkpoints` of the prefix cache.
     """
 

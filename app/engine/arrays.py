@@ -20,9 +20,9 @@ def arrays(record: Any) -> dict[str, Array]:
 
 
 def with_arrays(record: R, other: Callable[[str, Any], Any], prefix: str = "") -> R:
-    """Return the record with `other(name, array)` in the place of its arrays, by the names that `arrays` returns.
+    """Return the record with each array replaced by `other(name, array)`, where names are those of `arrays`.
 
-    Records are dataclasses with slots, and other fields stay as they are.
+    Records are dataclasses with slots, and other fields are kept.
     """
     if isinstance(record, list):
         return [with_arrays(item, other, f"{prefix}{number}.") for number, item in enumerate(record)]  # type: ignore

@@ -1,4 +1,4 @@
-"""Processor cores that this process may use."""
+"""CPU cores that this process may use."""
 
 import contextlib
 import os
@@ -12,30 +12,30 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def use_own_cores() -> None:
-    """Let PyTorch have a thread for each of this process's cores, unless OMP_NUM_THREADS says how many.
+    """Give PyTorch one thread per physical core of this process, unless OMP_NUM_THREADS is set.
 
-    Two threads of one core share its multipliers. Threads above a container's share of time stop all of them.
+    Two threads of one core share its multipliers. Threads beyond a container's CPU quota throttle all of them.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(torch.get_num_threads(), num_own_cores()))
 
 
 def num_own_cores() -> int:
-    """Return the physical cores of the processors that this process may run on, at most its share of their time."""
+    """Return the number of physical cores that this process may use, within its CPU quota."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores = len({_siblings(cpu) for cpu in allowed})
-    return max(1, ceil(min(cores, _cgroup_share())))
+    return max(1, ceil(min(cores, _cgroup_quota())))
 
 
 def _siblings(cpu: int) -> str:
-    """Return a name of the core that has the processor."""
+    """Return a key of the physical core that `cpu` belongs to."""
     with contextlib.suppress(OSError):
         return (_CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text()
     return str(cpu)
 
 
-def _cgroup_share() -> float:
-    """Return the processors that this container may keep busy, by cgroup v2 or v1, or infinity without a limit."""
+def _cgroup_quota() -> float:
+    """Return this container's CPU quota in cores, by cgroup v2 or v1, or infinity without one."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = (_CGROUP / "cpu.max").read_text().split()
         return float("inf") if quota == "max" else int(quota) / int(period)

@@ -1,4 +1,4 @@
-"""Admission: bounds on the requests in flight, on all of them and on those of one client."""
+"""Admission: limits on the requests in flight, in total and per client."""
 
 from collections import Counter
 from dataclasses import dataclass

@@ -122,7 +122,7 @@ class EngineClient:
         self.admission.num_unacknowledged += 1
 
     def abort(self, request_id: str) -> None:
-        """End a request with an "abort". An unknown id is no error, because the request may just have finished."""
+        """End a request with an "abort". An unknown id is ignored: the request may just have finished."""
         if running := self._running.get(request_id):
             running.stream.put(TokenDelta(request_id, [], [], finish_reason="abort"))
             self._leave(running.stream)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _END = (-1).to_bytes(8, "big", signed=True)
 """Sequence number after the last message of a replay."""
 _MEDIUM = "GPU"
-"""Word for a device's memory, whatever the device. Routers weight a medium that they do not know as slower."""
+"""Medium of every device's memory: routers take a medium that they do not know for a slower one."""
 
 
 class KvEventPublisher:

@@ -205,7 +205,7 @@ class Supervisor:
             self._set_state(EngineState("ready", info=reply.info))
 
     async def _watch(self, hang: asyncio.Timeout) -> None:
-        """Let `hang` expire once the engine has had work for `step_timeout` seconds and sent no Stepped.
+        """Expire `hang` once the engine has had work for `step_timeout` seconds and sent no Stepped.
 
         Silence is counted in naps, not by the clock: after a pause of the whole server the engine can still reply.
         """
@@ -218,9 +218,11 @@ class Supervisor:
         hang.reschedule(0.0)
 
     def _count_death(self, fatal: Fatal) -> bool:
-        """Count a death. Return True if it is the last: a user error, or the third start in a row that was never ready,
-        or the third death within a minute, or in a row within a minute of the first request. A hang counts from its
-        beginning."""
+        """Count a death. Return True if the engine must not be restarted.
+
+        That is after a user error, three starts in a row that were never ready, three deaths within a minute, or
+        three in a row within a minute of the first request. A hang counts from its beginning.
+        """
         now = time.monotonic()
         self._deaths.append(now)
         quick = len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < DEATHS_WINDOW_SECONDS

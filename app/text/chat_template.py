@@ -107,7 +107,7 @@ class ChatTemplate:
         """Return the prompt of `messages`. Raises ChatTemplateError.
 
         With `add_generation_prompt` it ends where the assistant speaks. With `continue_final_message` it ends where the
-        text of the last message ends. `switches` are variables of the template's own, like `enable_thinking`.
+        text of the last message ends. `switches` are variables that only this template knows, like `enable_thinking`.
         """
         if self._template is None:
             raise ChatTemplateError("This model has no chat template. Use /v1/completions, or add chat_template.jinja.")
@@ -173,7 +173,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Timeout(jinja2.ext.Extension):
-    """Time limit of a rendering. Each thread has its own."""
+    """Time limit of a rendering, per thread."""
 
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)

@@ -31,7 +31,7 @@ class PromptTooLong(ValueError):
 
 @dataclass(frozen=True, config=ConfigDict(strict=True))
 class GenerationDefaults:
-    """Sampling parameters of requests without their own: those of generation_config.json, else neutral ones."""
+    """Sampling parameters that a request leaves out: from generation_config.json, else neutral."""
 
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=2**31, strict=False), AfterValidator(lambda top_k: max(0, top_k))] = 0
@@ -43,8 +43,8 @@ class GenerationDefaults:
 class Tokenizer:
     """Tokenizer of the target in `folder`. Safe to use from several threads.
 
-    `max_id` is the highest id that it can make. `model_vocab_size`, `model_type` and `architectures` are
-    those of config.json, and `max_new_tokens` is that of generation_config.json, if they have them.
+    `max_id` is the highest id that it can make. `model_vocab_size`, `model_type` and `architectures` come from
+    config.json, and `max_new_tokens` from generation_config.json; each may be None.
     The constructor raises ConfigError, which names the file at fault.
     """
 

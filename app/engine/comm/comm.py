@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Meeting(NamedTuple):
-    """Rank `rank` of `size` ranks, and the new file `store`, in a private folder.
+    """Rank `rank` of `size`. `store` is the path of a new file in a private folder where ranks find each other.
 
     A rank that waits for others longer than `timeout_seconds` gives up with an error. The steps of a loaded engine have
     a shorter limit, `--step-timeout`.
@@ -52,21 +52,21 @@ class Comm(ABC):
         return total
 
     def reduced(self, operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return `operator`, whose result is a part of a sum, with the sum over ranks as its result."""
+        """Return `operator` followed by a sum of its results over all ranks."""
         return lambda *args: self.all_reduce(operator(*args))
 
     def minimum(self, value: int) -> int:
-        """Return the smallest `value` of all ranks. None returns before all have come."""
+        """Return the smallest `value` of all ranks. A barrier too."""
         return int(self.all_gather(torch.tensor(value)).min())
 
     def part(self, whole: int) -> range:
-        """Return this rank's part of `whole` rows, which `size` divides."""
-        own = whole // self.size
-        return range(self.rank * own, (self.rank + 1) * own)
+        """Return this rank's slice of `whole` rows, which `size` divides."""
+        size = whole // self.size
+        return range(self.rank * size, (self.rank + 1) * size)
 
 
 class Alone(Comm):
-    """One rank without others, which adds no operation to what it wraps."""
+    """A single rank, which adds no operation to what it wraps."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)

@@ -1,4 +1,4 @@
-"""The calls of rank 0 that all ranks of a model make. Only rank 0 decides, and sends each step before it runs.
+"""Calls of rank 0 that every rank repeats. Only rank 0 decides, and it sends each step before running it.
 
 Messages are msgspec, with NumPy arrays as their bytes.
 """
@@ -16,11 +16,11 @@ from app.engine.step.runner import ModelRunner, PendingStep, Tell
 _ARRAY = 1
 """Code of an array among msgpack's extensions."""
 _QUIET_MS = 100
-"""Time without a message after which rank 0 waits or is idle, so a read holds up no step that is launched ahead."""
+"""Silence after which rank 0 is waiting or idle, so that reading a step delays none that is launched ahead."""
 
 
 class Message(NamedTuple):
-    """Call that all ranks make: the launch of a step, or the scrub of slots. Numbers count from 0, without gaps."""
+    """A call that all ranks make: launch a step, or scrub slots. `number` counts from 0 without gaps."""
 
     number: int
     argument: StepInputs | list[list[int]]
@@ -39,11 +39,11 @@ def _array(code: int, data: memoryview) -> Any:
 
 
 decode = msgspec.msgpack.Decoder(Message, ext_hook=_array).decode
-"""Return the message of some bytes."""
+"""Return the Message that was encoded."""
 
 
 def teller(send: Callable[[bytes], None]) -> Tell:
-    """Return what a runner of rank 0 calls before each step and each scrub."""
+    """Return the function that rank 0 calls before each step and each scrub."""
     num_sent = 0
 
     def tell(argument: StepInputs | list[list[int]]) -> None:
@@ -57,10 +57,10 @@ def teller(send: Callable[[bytes], None]) -> Tell:
 
 
 def follow(runner: ModelRunner, receive: Callable[[int | None], bytes | None]) -> None:
-    """Make the calls of rank 0, until `receive` or a step raises an error.
+    """Repeat the calls of rank 0 until `receive` or a step raises an error.
 
-    `receive` waits some milliseconds for a message, or for ever if that is None, and returns None if none has come.
-    Then the last step is read, because a device may report its error only there, while rank 0 waits for this rank.
+    `receive` waits that many milliseconds for a message, forever if None, and returns None on a timeout. Then the last
+    step is read: a device may report its error only there, and rank 0 would wait for this rank in vain.
     """
     expected = 0
     unread: PendingStep | None = None
@@ -74,7 +74,7 @@ def follow(runner: ModelRunner, receive: Callable[[int | None], bytes | None]) -
                 continue
             number, argument = decode(message)
             if number != expected:
-                raise RuntimeError(f"message {number} of rank 0 came in the place of message {expected}")
+                raise RuntimeError(f"message {number} of rank 0 came instead of message {expected}")
             expected += 1
             if isinstance(argument, StepInputs):
                 unread = runner.launch(argument)

@@ -67,7 +67,7 @@ class Reasoning(Protocol):
 class CallParser(ABC):
     """Parser of one output without its reasoning. The concatenated results depend only on the text.
 
-    Calls are blocks of lexemes. White space around them is dropped, and text that is no call is content, unchanged.
+    Calls are blocks of lexemes. White space around them is dropped. Other text is content, unchanged.
     `tags` are the lexemes that may come in pieces, and the first opens a block. `tools` have the schemas of arguments.
     """
 

@@ -22,10 +22,10 @@ class _Kind(Enum):
 
 
 class HarmonyReasoning:
-    """Parser of messages into reasoning and content, in the place of a ReasoningParser.
+    """ReasoningParser of harmony: splits messages into reasoning and content.
 
-    Marks and headers are dropped, but those of a call, which begin it in the content. An empty line parts messages of a
-    kind. An output without a header is content: it goes on with a message that the prompt has begun.
+    Marks and headers are dropped, except those of a call, which the content keeps. An empty line separates messages of
+    one kind. An output without a header is content: it continues a message that the prompt has begun.
     """
 
     def __init__(self, starts_in_reasoning: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Tool calls of Qwen3, which are those of Hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
+"""Tool calls of Qwen3, in the format of Hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
 
 import json
 import re

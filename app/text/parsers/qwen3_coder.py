@@ -97,7 +97,7 @@ class Qwen3CoderCalls(CallParser):
 def json_of(text: str, schema: Any, key: str) -> str:
     """Return a parameter's value as JSON: a string, unless the function's schema has other types and the text is JSON.
 
-    In a union with strings only JSON of one of the other types is no string.
+    In a union with strings, a value is a string unless it is JSON of one of the other types.
     """
     types = _types(_object(_object(schema).get("properties")).get(key), _object(schema))
     if types - {"string"}:

@@ -427,7 +427,7 @@ def test_a_follower_gets_no_texts_and_each_message_once(lucky: Pair):
 
 def test_a_message_that_is_lost_ends_a_follower_by_name():
     messages = iter([encode(Message(1, []))])
-    with pytest.raises(RuntimeError, match="message 1 of rank 0 came in the place of message 0"):
+    with pytest.raises(RuntimeError, match="message 1 of rank 0 came instead of message 0"):
         follow(Follower(), lambda _: next(messages))
 
 
