@@ -34,8 +34,8 @@ _ROW, _PAGE = (1, 1, rules.HEAD_DIMS[1]), (1, rules.PAGE_SIZE, 1, rules.HEAD_DIM
 class NpuBackend(Backend):
     """Backend with torch_npu's operators.
 
-    Attention computes in one of `dtypes`, because no other is taken by all versions of the operator.
-    Raises UnsupportedError if there is no such NPU.
+    `dtypes` are those that every version of the attention operator takes. Raises UnsupportedError if the NPU does not
+    exist.
     """
 
     quantised_dtypes = ("I8",)
@@ -66,7 +66,7 @@ class NpuBackend(Backend):
         return DeviceComm(meeting, "cpu:gloo,npu:hccl")
 
     def max_graphs(self, size: int) -> int:
-        """Return the graphs that have streams: their own, those of draws, those on which HCCL unrolls a collective."""
+        """Return how many graphs find streams: one each, and those of its draws or of HCCL's unrolled collectives."""
         if size == 1:
             return rules.GRAPH_STREAMS // (1 + rules.DRAW_GRAPHS)
         unrolled = min(size, rules.MAX_UNROLLED) - 1
@@ -104,7 +104,7 @@ class NpuBackend(Backend):
                 raise UnsupportedError(f"target: {name} {size}: an NPU's operators take at most {most} (N33, N35)")
 
     def pack_sinks(self, sinks: Tensor) -> Tensor:
-        """Return them as they are, because the operator takes the dtype of queries (N38)."""
+        """Return `sinks` unchanged: the operator takes the dtype of queries (N38)."""
         return sinks
 
     def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> AttentionPlan:
@@ -149,7 +149,7 @@ class NpuBackend(Backend):
     def _attention_with_sinks(
         self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, plan: AttentionPlan, sinks: Tensor
     ) -> Tensor:
-        """Return attention by the operator's second version, which is the one with sinks and has other names (N38)."""
+        """Return attention by the second version of the operator, which has sinks and other argument names (N38)."""
         o, _ = torch_npu.npu_fused_infer_attention_score_v2(
             q_thd.contiguous(),
             kv.k.flatten(2),
@@ -172,12 +172,12 @@ class NpuBackend(Backend):
 
     def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
         """Write K and V. `cache_mode` is passed because the operator's default is another layout (N15)."""
-        k, v, places = k_thd.contiguous(), v_thd.contiguous(), slot_mapping.contiguous()
+        k, v, slots = k_thd.contiguous(), v_thd.contiguous(), slot_mapping.contiguous()
         if self._writes_pages:
-            torch_npu.npu_scatter_pa_kv_cache(k, v, kv.k, kv.v, places, cache_mode="Norm")
+            torch_npu.npu_scatter_pa_kv_cache(k, v, kv.k, kv.v, slots, cache_mode="Norm")
             return
         for rows, pool in ((k, kv.k), (v, kv.v)):
-            torch_npu.npu_scatter_nd_update_(pool.flatten(0, 1), places[:, None], rows)
+            torch_npu.npu_scatter_nd_update_(pool.flatten(0, 1), slots[:, None], rows)
 
     def _can_write_pages(self) -> bool:
         """Return True if this CANN can write K and V into pages. With an older one K and V are scattered by row."""
@@ -204,7 +204,7 @@ class NpuBackend(Backend):
         return normed, total
 
     def rotary_tables(self, angles: Tensor, dtype: torch.dtype, scales: Tensor | float = 1.0) -> Rotation:
-        """Return cos and sin as one table [2, positions, D], because one lookup then finds both."""
+        """Return cos and sin as one table [2, positions, D], so that one lookup reads both."""
         return (torch.stack(super().rotary_tables(angles, dtype, scales)),)
 
     def rotation_at(self, tables: Rotation, positions: Tensor) -> Rotation:
@@ -232,11 +232,11 @@ class NpuBackend(Backend):
         return by_row and weight.dtype == torch.bfloat16 and max(weight.data.shape) <= rules.MAX_AXIS
 
     def pack_quantised(self, weight: QuantisedWeight) -> QuantisedWeight:
-        """Return the weight, if of experts with scales in bfloat16, which the grouped product takes."""
+        """Return the weight; the scales of experts become bfloat16, which the grouped product takes."""
         return replace(weight, scales=weight.scales.to(weight.dtype)) if weight.data.ndim == 3 else weight
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        """Return `Backend.linear`. A quantised weight is multiplied by rows of x in int8, each with its own scale."""
+        """Return `Backend.linear`. With a quantised weight, x is quantised to int8 with a scale for each row."""
         if isinstance(weight, Tensor):
             return super().linear(x, weight, bias)
         rows, scales = torch_npu.npu_dynamic_quant(x)
@@ -262,10 +262,10 @@ class NpuBackend(Backend):
         A row of NaN is given experts that exist, because others may fault the device (N33). Its sum is still NaN.
         """
         num_experts = config.num_experts
-        shares, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(
+        weights_of_row, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(
             router_logits(x, weights).nan_to_num(), k=config.num_experts_per_tok, renorm=int(config.norm_topk_prob)
         )
-        rows, places, counts, _ = torch_npu.npu_moe_init_routing_v2(
+        rows, origins, counts, _ = torch_npu.npu_moe_init_routing_v2(
             x,
             chosen,
             active_num=chosen.numel(),
@@ -282,7 +282,7 @@ class NpuBackend(Backend):
                 hidden, alpha=SWIGLU_ALPHA, limit=config.swiglu_limit, bias=1.0, interleaved=False
             )
         out = _grouped(hidden, weights.down, weights.down_bias, counts)
-        return torch_npu.npu_moe_token_unpermute(out, places, probs=shares.to(out.dtype))
+        return torch_npu.npu_moe_token_unpermute(out, origins, probs=weights_of_row.to(out.dtype))
 
     def commit_and_verify(self, step: GatedDeltaStep) -> Tensor:
         return commit_and_verify(step, l2norm)
@@ -322,12 +322,12 @@ class NpuBackend(Backend):
 def _grouped(rows: Tensor, weight: Weight, bias: Tensor | None, counts: Tensor) -> Tensor:
     """Return rows [R, in], sorted by expert, times weight [E, out, in] of their expert. `counts` [E] int64 are rows.
 
-    By weights in int8 rows are multiplied in int8, each with a scale of its own.
+    With weights in int8, rows are quantised to int8 with a scale each.
     """
-    dtype, of_rows, scales = rows.dtype, None, None
+    dtype, row_scales, scales = rows.dtype, None, None
     if isinstance(weight, QuantisedWeight):
         scales, weight = weight.scales.flatten(1), weight.data
-        rows, of_rows = torch_npu.npu_dynamic_quant(rows)
+        rows, row_scales = torch_npu.npu_dynamic_quant(rows)
     (out,) = torch_npu.npu_grouped_matmul(
         [rows],
         [weight.transpose(1, 2)],
@@ -337,7 +337,7 @@ def _grouped(rows: Tensor, weight: Weight, bias: Tensor | None, counts: Tensor) 
         group_type=0,
         group_list_type=1,
         scale=None if scales is None else [scales],
-        per_token_scale=None if of_rows is None else [of_rows],
+        per_token_scale=None if row_scales is None else [row_scales],
         output_dtype=None if scales is None else dtype,
     )
     return out
@@ -351,5 +351,5 @@ def l2norm(x: Tensor) -> Tensor:
 
 @cache
 def _l2_weight(dim: int, device: torch.device) -> Tensor:
-    """Return the weight that makes an RMSNorm an l2norm, made on the device, because an upload would let it wait."""
+    """Return the weight that makes an RMSNorm an l2norm. Made on the device: an upload would stall it."""
     return torch.full((dim,), dim**-0.5, device=device)

@@ -27,20 +27,20 @@ class AttentionPlan:
     next_tokens: int = EVERY_TOKEN
 
     def lengths(self, *, sinks: bool) -> dict[str, list[int]]:
-        """Return both lengths by the operator's names, of which its version with sinks has others (N38)."""
+        """Return both lengths by the operator's argument names, which differ in the version with sinks (N38)."""
         names = ("actual_seq_qlen", "actual_seq_kvlen") if sinks else ("actual_seq_lengths", "actual_seq_lengths_kv")
         return dict(zip(names, (self.q_ends, self.host_seq_lens), strict=True))
 
 
 Attended = tuple[AttentionMetadata, AttentionMask, bool]
-"""An attention call of a graph: its plan is `meta.plans[mask]` at each replay. True is a call with sinks."""
+"""Attention call of a graph: metadata, mask, and whether it has sinks. A replay takes the plan `meta.plans[mask]`."""
 
 
 class NpuGraph(Graph):
     """Capture of `run`.
 
-    During the capture the backend's attention appends the meta and the mask of each call to `attended`. So each call is
-    updated from its own plan, in any layer of any model (N22). The mask and its tokens stay those of the capture.
+    During the capture the backend appends each attention call to `attended`, so a replay updates it from the plan of
+    its mask, in any layer of any model (N22). The mask and its window are fixed by the capture.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ OLDEST_CANN = "8.5.1"
 GRAPH_DRIVER = "25.5.1"
 """HDK from which graph captures do not run out of streams ("Alloc sq cq fail")."""
 CHIPS = ("Ascend910B", "Ascend910_93")
-"""Names that A2 and A3 cards give themselves. Other chips have operators of their own."""
+"""Names that A2 and A3 cards report. Other chips have other operators."""
 
 OPERATORS = {
     "npu_fused_infer_attention_score": "query key value atten_mask actual_seq_lengths actual_seq_lengths_kv "
@@ -71,12 +71,12 @@ _INSTALL_CANN = "install CANN 9.1.0 (toolkit, and the ops package of this chip)"
 def probes(device: str) -> list[Probe]:
     """Return the probes, each after those that it needs. A probe "torch" comes before these."""
     return [
-        Probe("driver", partial(driver, _ROOT), without="there is no driver"),
+        Probe("driver", partial(driver, _ROOT), without="the driver is missing"),
         Probe("device files", partial(device_files, _ROOT)),
         Probe("CANN", partial(cann, os.environ, _ROOT)),
         Probe("torch_npu", torch_npu, ("torch",), "torch_npu cannot be loaded"),
         Probe("versions", partial(versions, os.environ), ("torch",)),
-        Probe("devices", partial(devices, device, os.environ, _ROOT), ("torch_npu",), "there is no such device"),
+        Probe("devices", partial(devices, device, os.environ, _ROOT), ("torch_npu",), "the device does not exist"),
         Probe("chip", partial(chip, device), ("devices",)),
         Probe("graphs", partial(graphs, _ROOT), ("driver",)),
         Probe("operators", operators, ("torch_npu",), "operators are missing"),
@@ -125,7 +125,7 @@ def cann(environ: Mapping[str, str], root: Path) -> Finding:
         return failed(f"set_env.sh is not sourced: neither {' nor '.join(CANN_HOMES)} is set", source)
     home = Path(environ[name])
     if not home.is_dir():
-        return failed(f"{name} is {home}, which is no folder", source)
+        return failed(f"{name} is {home}, which is not a folder", source)
     if not environ.get("ASCEND_OPP_PATH"):
         return failed(f"{name} is set and ASCEND_OPP_PATH, where kernels are looked for, is not", source)
     version = cann_version(environ)

@@ -68,7 +68,7 @@ def test_a_device_that_computes_nothing_is_found_out() -> None:
 def test_a_device_number_too_high_leaves_the_operators_untried() -> None:
     results = report("npu:4")
     assert results["devices"]["status"] == "failed"
-    assert {results[name]["found"] for name in ("chip", "backend", "causal_attention")} == {"there is no such device"}
+    assert {results[name]["found"] for name in ("chip", "backend", "causal_attention")} == {"the device does not exist"}
 
 
 def test_the_version_of_cann_is_torch_npus_where_no_file_tells_it(ask: Callable[..., Finding]) -> None:
