@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -421,16 +420,6 @@ def test_a_run_in_which_a_request_fails_has_no_speed() -> None:
     engine: Any = SimpleNamespace(core=Waits([0.0], error="out of luck"), target=SimpleNamespace(vocab_size=9))
     with pytest.raises(RuntimeError, match="out of luck"):
         timed(engine, Load(2, 4, 8))
-
-
-def test_the_page_of_performance_has_what_reports_expect() -> None:
-    text = (ROOT / "docs" / "performance.md").read_text()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if " at " in line]
-    table = {row[0]: row[1:] for row in rows if len(row) == 11}
-    for (way, concurrency), step in expected.STEPS.items():
-        shown = [None if cell == "-" else float(cell.replace(",", "")) for cell in table[f"{way} at {concurrency}"]]
-        assert shown == list(astuple(step))
-    assert len(expected.STEPS) == sum(key.startswith(("plain at", "width")) for key in table)
 
 
 def test_parts_of_the_model_are_all_of_a_step_but_its_gaps() -> None:

@@ -1,13 +1,7 @@
-"""The model of traffic that refills, and the page that shows it."""
+"""The model of traffic that refills."""
 
-from tests import ROOT
-from tools.bench.markdown import markdown
 from tools.lab import traffic
 from tools.report.roofline import CHIPS, H200
-
-
-def test_the_page_has_the_models_figures() -> None:
-    assert markdown(traffic.rows()) in (ROOT / "docs/performance.md").read_text()
 
 
 def test_waits_and_draws_cost_speed_and_no_way_is_above_its_floor() -> None:
@@ -20,5 +14,5 @@ def test_waits_and_draws_cost_speed_and_no_way_is_above_its_floor() -> None:
 
 
 def test_greedy_requests_have_what_an_h200_measured() -> None:
-    """11,760 tok/s, with prompts and answers of other lengths (docs/results/h200/speeds.md)."""
+    """11,760 tok/s, with prompts and answers of other lengths (docs/results/h200.md)."""
     assert abs(traffic.speed(H200, sampled=False, overlaps=True) / 11_760 - 1) < 0.1
