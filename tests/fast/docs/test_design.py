@@ -90,7 +90,7 @@ def test_every_place_that_answers_a_question_exists(question: str, place: str) -
     *names, path = re.findall(r"`([\w./]+)`", place.partition(", ")[0])
     text = (ROOT / path).read_text(encoding="utf-8")
     for name in ".".join(names).split(".") if names else ():
-        assert re.search(rf"^ *(?:async )?(?:def|class) {name}\b", text, re.MULTILINE), name
+        assert re.search(rf"^ *(?:(?:async )?(?:def|class) {name}\b|{name} = )", text, re.MULTILINE), name
 
 
 @pytest.mark.parametrize(("name", "path"), IN_FILES)
