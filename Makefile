@@ -3,10 +3,11 @@
 #
 #   make serve                                            the demo pair on http://127.0.0.1:8000
 #   make serve PORT=9000 ARGS="Qwen/Qwen3-8B --draft-model z-lab/Qwen3-8B-DFlash-b16"
-#   make test | make check                                the fast tests; lint, types, import rules and budgets of lines
-#   make test-all | make proof                            every test but the slow ones; those too, to docs/proof.md
-#   make test-clients                                     real clients in .venv-clients (part of `make test-all`), to docs/clients.md
-#   make test-ray                                         replicas on a Ray cluster, in .venv-ray (part of `make test-all`)
+#   make test | make check                                the fast tests; lint, types and import rules
+#   make test-rest                                        every other test but the slow ones
+#   make proof                                            every test, the slow ones too, and docs/proof.md
+#   make test-clients                                     real clients in .venv-clients (part of `make test-rest`), to docs/clients.md
+#   make test-ray                                         replicas on a Ray cluster, in .venv-ray (part of `make test-rest`)
 #   make golden                                           the texts of Transformers, to tests/golden
 #   make audit                                            known holes in the installed packages, by PyPI's advisories
 #   make test-images                                      the images built and run, to docs/images.md: root and docker.io
@@ -15,7 +16,7 @@
 #   make bench ARGS="--concurrency 1,4"                   `python -m tools.bench` with other arguments, to no page
 #   .venv/bin/python -m tools.lab step | cpu | widths | api | llama_cpp   this server's own code measured, with Transformers for `cpu`
 #   make test-npu | make npu-launches                     tests of the real torch_npu on stub libraries, without NPU and CANN, with gcc
-#                                                         (part of `make test-all`); the launches of a decode step there
+#                                                         (part of `make test-rest`); the launches of a decode step there
 #
 # pip's own variables work. PyPI's torch for Linux brings gigabytes of CUDA. Without a GPU run once
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make serve
@@ -39,7 +40,7 @@ NPU_IMAGE_WHEEL := build/npu-image-wheel
 # Takes a value from make's command line only, because conda exports a HOST of its own, and some platforms a PORT.
 given = $(if $(findstring command,$(origin $(1))),$(2) $($(1)))
 
-.PHONY: serve bench test test-rest test-all golden test-clients clients-if-possible test-ray test-ray-if-possible test-npu-if-possible test-npu npu-launches check proof soak test-images audit
+.PHONY: serve bench environments test test-rest test-others golden test-clients test-ray test-npu npu-launches check proof soak test-images audit
 
 serve: $(STAMP)
 	$(BIN)/dflash-server serve $(call given,HOST,--host) $(call given,PORT,--port) $(ARGS)
@@ -49,56 +50,48 @@ bench: $(STAMP)
 
 HTTP_TABLE = --compare plain,dflash,auto --dataset demo:math,prose,code --into docs/performance.md
 
-# Three or four processes for two cores, because some tests wait. Each has one thread, because torch's threads wait for one
+# Three processes for two cores, because some tests wait. Each has one thread, because torch's threads wait for one
 # another in busy loops. On a core that does other work as well, these loops make a test many times slower.
-test test-rest test-npu golden: export OMP_NUM_THREADS = 1
+test test-others test-npu golden: export OMP_NUM_THREADS = 1
 # Without bytecode each of a hundred processes compiles all its imports again, and pytest rewrites them.
-test test-rest test-npu: export PYTHONDONTWRITEBYTECODE =
+test test-others test-npu test-ray: export PYTHONDONTWRITEBYTECODE =
+# A process without tests takes some of another's: whole files would leave a core idle behind the longest one.
+IN_PARALLEL = --numprocesses 3 --dist worksteal
+# SLOW=1 adds the slow tests.
+BUT_SLOW = $(if $(SLOW),,and not slow)
 
-# The fast tests, which tests/costs.py holds to 2 s of process time each. A test beyond it is measured once more, because
-# the first test that fills a cache pays for all others.
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest tests/fast -m fast --numprocesses 4 --dist worksteal \
-	  --reruns 1 --only-rerun "s of process time" $(ARGS)
+	$(BIN)/python -m pytest tests/fast -m fast $(IN_PARALLEL) $(ARGS)
 
-test-rest: export SLICE = -m "not slow"
-test-rest: $(DEV_STAMP)
-	@$(MAKE) --no-print-directory clients-if-possible
-	$(BIN)/python -m pytest tests --ignore tests/ray -m "not fast and not slow" --numprocesses 3 --dist loadfile \
-	  --no-loadscope-reorder $(ARGS)
-	@test -n "$(ARGS)" || $(MAKE) --no-print-directory test-npu-if-possible test-ray-if-possible
+# With CI set everything must be tested. Otherwise a machine without a network goes on, and prints what was left out.
+test-rest: test-others
+	@test ! -e $(NPU_STAMP) || $(MAKE) --no-print-directory test-npu
+	@test ! -e $(RAY_STAMP) || $(MAKE) --no-print-directory test-ray
 
-test-all: test test-rest
+environments: $(DEV_STAMP)
+	@$(call environment,$(CLIENTS_STAMP),THE CLIENTS CANNOT BE INSTALLED HERE: NO REAL CLIENT IS TESTED)
+	@$(call environment,$(RAY_STAMP),RAY CANNOT BE INSTALLED HERE: NO CLUSTER IS TESTED)
+	@$(call environment,$(NPU_STAMP),torch_npu CANNOT BE INSTALLED HERE: NOTHING OF THE NPU BACKEND IS TESTED)
+
+environment = $(MAKE) --no-print-directory $(1) || { test -z "$$CI" && echo '*** $(2) ***' >&2; }
+
+test-others: environments
+	$(BIN)/python -m pytest tests --ignore tests/ray -m "not fast $(BUT_SLOW)" $(IN_PARALLEL) $(ARGS)
 
 # The tests of the clients alone, one after the other, and the page's table.
 test-clients: $(DEV_STAMP)
 	@$(MAKE) --no-print-directory $(CLIENTS_STAMP)
 	$(BIN)/python -m tests.clients --report docs/clients.md $(ARGS)
 
-# Ray has an environment of its own, because it brings other versions of what the server has.
+# Ray has an environment of its own, because it brings other versions of what the server has. A cluster has the machine for
+# itself, because Ray gives its own processes 30 s to start.
 test-ray: $(DEV_STAMP)
 	@$(MAKE) --no-print-directory $(RAY_STAMP)
-	$(BIN)/python -m pytest tests/ray $(ARGS)
-
-# A cluster has the machine for itself, because Ray gives its own processes 30 s to start.
-test-ray-if-possible:
-	@if $(MAKE) --no-print-directory $(RAY_STAMP); then $(MAKE) --no-print-directory test-ray; elif test -n "$$CI"; then exit 1; \
-	else echo '*** RAY CANNOT BE INSTALLED HERE: NO CLUSTER WAS TESTED ***' >&2; fi
-
-# With CI set the clients' tests must run. Otherwise a machine without a network goes on, and prints that they were left out.
-clients-if-possible:
-	@if $(MAKE) --no-print-directory $(CLIENTS_STAMP); then :; elif test -n "$$CI"; then exit 1; \
-	else echo '*** THE CLIENTS CANNOT BE INSTALLED HERE: NO REAL CLIENT WAS TESTED ***' >&2; fi
+	$(BIN)/python -m pytest tests/ray -m "ray $(BUT_SLOW)" $(ARGS)
 
 # A test of `make test-rest` makes the texts again and compares.
 golden: $(DEV_STAMP)
 	$(BIN)/python -m tests.exhaustive.golden
-
-# With CI set the tests must run. Otherwise a platform without torch_npu's wheel goes on, and prints that they were left out.
-test-npu-if-possible:
-	@if $(MAKE) --no-print-directory $(NPU_STAMP); then $(MAKE) --no-print-directory test-npu ARGS='$(SLICE)'; \
-	elif test -n "$$CI"; then exit 1; \
-	else echo '*** torch_npu CANNOT BE INSTALLED HERE: NOTHING OF THE NPU BACKEND WAS TESTED ***' >&2; fi
 
 # torch_npu has an environment of its own, because it needs a CPU torch, and because `import torch` fails beside it without stubs.
 test-npu npu-launches: export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
@@ -110,16 +103,14 @@ ON_STUBS = LD_LIBRARY_PATH=$$stubs$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH} $(NPU)
 test-npu: $(NPU_STAMP)
 	@test -d $(NPU_IMAGE_WHEEL) || $(NPU)/python -m pip download $(NPU_IMAGE) --no-deps --only-binary :all: \
 	  --python-version 3.11 --platform manylinux_2_28_x86_64 --dest $(NPU_IMAGE_WHEEL) || test -z "$$CI"
-	@stubs=$$($(STUBS)) || test -z "$$CI" || exit 1; $(ON_STUBS) pytest tests/devices/npu --numprocesses 3 $(ARGS)
+	@stubs=$$($(STUBS)) || test -z "$$CI" || exit 1; $(ON_STUBS) pytest tests/devices/npu -m "npu $(BUT_SLOW)" $(IN_PARALLEL) $(ARGS)
 
 npu-launches: $(NPU_STAMP)
 	@stubs=$$($(STUBS)) && $(ON_STUBS) tests.devices.npu.launches && echo && $(ON_STUBS) tests.devices.npu.family_launches
 
-proof: $(DEV_STAMP)
-	@$(MAKE) --no-print-directory clients-if-possible
-	$(BIN)/python -m pytest tests
-	@$(MAKE) --no-print-directory test-npu-if-possible
-	$(BIN)/python -m tests.proof $(ARGS)
+# Prints the minutes of each part.
+proof:
+	.ci/run proof
 
 # ARGS="--minutes N --fuzz-minutes N --seed N" sets another length. The page is docs/reliability.md.
 soak: $(DEV_STAMP)

@@ -1,13 +1,14 @@
-"""Settings of all tests: Hypothesis draws the same examples everywhere, without a time limit, and costs are guarded."""
+"""Settings of all tests: Hypothesis draws the same examples everywhere, without a time limit."""
 
 import contextlib
+import fcntl
 import sys
 
 import pytest
 
-from tests.costs import cost, pytest_collection_modifyitems
+from tests.costs import no_transformers, pytest_collection_modifyitems
 
-__all__ = ["cost", "pytest_collection_modifyitems"]
+__all__ = ["no_transformers", "pytest_collection_modifyitems"]
 
 with contextlib.suppress(ModuleNotFoundError):  # the NPU's environment goes without
     from hypothesis import HealthCheck, settings
@@ -24,9 +25,11 @@ with contextlib.suppress(ModuleNotFoundError):  # the NPU's environment goes wit
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiled_operators() -> None:
-    """Have g++ compile the CPU's own operators before the first test, which would pay for it."""
+def compiled_operators(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Have g++ compile the CPU's own operators before the first test, once for all processes of pytest-xdist."""
     if "torch" in sys.modules:
         from app.engine.cpu import linear
 
-        linear.own(sys.modules["torch"].float32)
+        with (tmp_path_factory.getbasetemp().parent / "compiling").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            linear.own(sys.modules["torch"].float32)

@@ -1,6 +1,6 @@
 """DFlash on == off == Transformers, token for token, under every pair of settings.
 
-`make test-all` runs 16 prompts over a seeded pairwise selection of the settings. Half of the cases use the demo pair,
+`make test-rest` runs 16 prompts over a seeded pairwise selection of the settings. Half of the cases use the demo pair,
 and half a random pair whose drafts are accepted now and then. Tests marked `slow` run the other halves, and all cases
 on a pair whose drafts are hardly ever accepted. They also run 200 prompts over another
 selection and other pairs. `python -m tests.proof` runs the most cases.

@@ -1,4 +1,4 @@
-"""The guard of tests/costs.py: a fast test that is not fast fails, and none other does."""
+"""The folder of a test gives its marker, and each folder has one."""
 
 import pytest
 

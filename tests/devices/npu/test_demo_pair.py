@@ -1,5 +1,5 @@
 """The proof on the demo pair: held-out prompts in mixed batches, the whole engine on "npu:0", eager and from graphs.
-In float32 `make test-all` has 16 of the 50.
+In float32 `make test-rest` has 16 of the 50.
 
 In float32, with the dtype rule alone lifted, the tokens and every step's acceptance are the CPU engine's. In BF16 all
 rules hold, and a text may leave the CPU's float32 one only where the target hardly decides. Where it does not, the

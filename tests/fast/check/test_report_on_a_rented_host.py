@@ -219,7 +219,7 @@ def test_a_report_that_is_ended_leaves_no_process_on_the_device(tmp_path: Path, 
     with pytest.raises(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
     assert code == 130
-    assert json.loads((tmp_path / "gpu-report.json").read_text())["sections"]["speeds"] == {"seconds": 0.0, "parts": []}
+    assert json.loads((tmp_path / "gpu-report.json").read_text())["sections"]["speeds"]["parts"] == []
 
 
 def packed(folder: Path, group: dict[str, Any]) -> Path:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
-from tests.costs import fast_ones
 
 SERVING, TESTS = "--editable '.[tools]'", "pip install --editable '.[dev]'"
 
@@ -40,10 +39,7 @@ def test_serving_is_one_command_without_what_tests_need(checkout: Path, target: 
     assert lines[-1].split() == f".venv/bin/{command} --anything".split()
 
 
-TARGETS = ["test", "test-rest", "test-all", "golden", "check", "proof", "soak", "audit"]
-
-
-@pytest.mark.parametrize("target", fast_ones(TARGETS, ("test", "test-all", "check")))
+@pytest.mark.parametrize("target", ["test", "test-rest", "check"])
 def test_whatever_looks_at_the_code_has_both_installed_first(checkout: Path, target: str) -> None:
     assert installed(commands(checkout, target)) == [SERVING, TESTS]
 
