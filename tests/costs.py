@@ -51,7 +51,7 @@ def is_fast(item: pytest.Item) -> bool:
 
 
 def fast_ones(values: Iterable[Any], fast: Collection[Any]) -> list[Any]:
-    """Return parameters of a costly test: those in `fast` stay fast, and only `make proof` runs the others."""
+    """Return the parameters of a costly test. Only `make proof` runs those that are not in `fast`."""
     return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 

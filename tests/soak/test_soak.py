@@ -1,4 +1,4 @@
-"""Some minutes of `make soak`: every kind of load and every kind of fault at least once."""
+"""Some minutes of `make soak`: every kind of load and, with `make proof`, every kind of fault at least once."""
 
 import sys
 
@@ -26,6 +26,7 @@ def test_every_request_ends_rightly_and_nothing_is_left_behind() -> None:
     assert "All of it held" in "\n".join(page(findings, Fuzzed(), []))
 
 
+@pytest.mark.slow
 def test_who_is_stopped_for_a_while_loses_nothing_and_for_good_is_replaced() -> None:
     """A machine may hold an engine up by itself for ten seconds more than the pause, and that is no hang."""
     cycle = ("pause", "hang")

@@ -122,7 +122,11 @@ def sequence_of(length: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor,
 
 @pytest.mark.parametrize(
     ("how", "dtype"),
-    [("full", torch.float32), ("full", torch.bfloat16), ("window and sinks", torch.float32)],
+    [
+        pytest.param("full", torch.float32, marks=pytest.mark.slow),
+        ("full", torch.bfloat16),
+        pytest.param("window and sinks", torch.float32, marks=pytest.mark.slow),
+    ],
 )
 def test_attention_of_a_row(backend, monkeypatch, dtype, how):
     """Decoded alone, verified in a block at any place of it, and read with a prompt, whole and in chunks.

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.costs import fast_ones
 from tests.devices.cuda.engines import GRAPHS, engine, use_kernels
 from tests.fast.engine.dialects import DIALECTS
 from tests.fast.engine.drafted import drafted_by, requests_about_the_window, share_of_right_drafts
@@ -13,11 +14,11 @@ from tests.fast.engine.drafted import drafted_by, requests_about_the_window, sha
     ("name", "graphs"),
     [
         ("one sliding layer, causal inside the block", False),
-        ("sliding and not causal, by is_causal", True),
-        ("DFlash2, sliding", False),
+        pytest.param("sliding and not causal, by is_causal", True, marks=pytest.mark.slow),
+        pytest.param("DFlash2, sliding", False, marks=pytest.mark.slow),
         ("DFlash2 with a cap", True),
         ("DSpark, gated", True),
-        ("DSpark, speculators, reduced vocabulary", False),
+        pytest.param("DSpark, speculators, reduced vocabulary", False, marks=pytest.mark.slow),
     ],
 )
 def test_drafts_are_the_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, graphs: bool) -> None:
@@ -30,7 +31,7 @@ def test_drafts_are_the_references(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert share_of_right_drafts(blocks, pair) == 1.0
 
 
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("graphs", fast_ones([False, True], (True,)))
 def test_drafts_from_separate_pages_are_the_references(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:

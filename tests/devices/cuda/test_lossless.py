@@ -32,16 +32,16 @@ OFF, CHUNKS = {"draft": False}, {"page_size": 4, "max_num_batched_tokens": 16}
 FEW_PAGES = {"page_size": 4, "max_model_len": 28, "block_size": 4, "kv_pages": 10}
 CASES = [
     pytest.param("dense", OFF, marks=pytest.mark.slow),
-    ("dense", {}),
+    pytest.param("dense", {}, marks=pytest.mark.slow),
     ("dense", GRAPHS),
     pytest.param("dense", CHUNKS, marks=pytest.mark.slow),
     ("dense", FEW_PAGES),
     ("experts", {}),
-    ("experts", GRAPHS),
-    ("hybrid", OFF),
-    ("hybrid", {}),
+    pytest.param("experts", GRAPHS, marks=pytest.mark.slow),
+    pytest.param("hybrid", OFF, marks=pytest.mark.slow),
+    pytest.param("hybrid", {}, marks=pytest.mark.slow),
     ("hybrid", GRAPHS),
-    ("hybrid", CHUNKS),
+    pytest.param("hybrid", CHUNKS, marks=pytest.mark.slow),
 ]
 """A pair, and what changes: steps of graphs are padded, and where pages are few a sequence is computed anew."""
 ASKED: dict[str, dict[str, Any]] = {

@@ -93,7 +93,9 @@ def test_weights_are_dequantised_if_their_groups_are_no_tiles_or_the_engine_is_i
 
 
 @pytest.mark.parametrize(
-    ("how", "is_kept"), [("int8 by row", True), ("fp8 by row", True), ("fp8 in blocks", False)], ids=str
+    ("how", "is_kept"),
+    [("int8 by row", True), pytest.param("fp8 by row", True, marks=pytest.mark.slow), ("fp8 in blocks", False)],
+    ids=str,
 )
 def test_drafts_change_no_token_of_a_quantised_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, is_kept: bool

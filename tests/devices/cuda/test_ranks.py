@@ -51,9 +51,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     ("kind", "asked", "wishes"),
     [
         ("dense", {}, GRAPHS),
-        ("dense", {"temperature": 1.0, "top_k": 4}, EAGER),
-        ("dense", {}, GRAPHS | {"draft": False}),
-        ("experts", {}, GRAPHS),
+        pytest.param("dense", {"temperature": 1.0, "top_k": 4}, EAGER, marks=pytest.mark.slow),
+        pytest.param("dense", {}, GRAPHS | {"draft": False}, marks=pytest.mark.slow),
+        pytest.param("experts", {}, GRAPHS, marks=pytest.mark.slow),
         ("hybrid", {}, GRAPHS),
     ],
     ids=["dense", "dense, drawn", "dense, off", "experts", "hybrid"],

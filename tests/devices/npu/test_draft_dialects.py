@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch_npu
 
+from tests.costs import fast_ones
 from tests.devices.npu.engines import engine
 from tests.fast.engine.dialects import DIALECTS, WINDOW
 from tests.fast.engine.drafted import drafted_by, requests_about_the_window, share_of_right_drafts
@@ -20,10 +21,15 @@ SIZES: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 200, "max_graphs": 
 @pytest.mark.parametrize(
     ("name", "eager"),
     [
-        *((SLIDING, True), (SLIDING, False), (BOTH_WAYS, False), ("speculators", False)),
-        *(("DFlash2, sliding", True), ("DFlash2, sliding", False), ("DFlash2 with a cap", False)),
-        *(("DSpark, vanilla", True), ("DSpark, gated", False), ("DSpark, rnn", False)),
-        ("DSpark, speculators, reduced vocabulary", False),
+        *((SLIDING, True), (BOTH_WAYS, False), ("DFlash2, sliding", False)),
+        *(("DSpark, gated", False), ("DSpark, speculators, reduced vocabulary", False)),
+        *(
+            pytest.param(name, eager, marks=pytest.mark.slow)
+            for name, eager in (
+                *((SLIDING, False), ("speculators", False), ("DFlash2, sliding", True), ("DFlash2 with a cap", False)),
+                *(("DSpark, vanilla", True), ("DSpark, rnn", False)),
+            )
+        ),
     ],
 )
 def test_drafts_are_the_references(tmp_path, name, eager):
@@ -37,7 +43,7 @@ def test_drafts_are_the_references(tmp_path, name, eager):
 
 
 @pytest.mark.usefixtures("in_float32")
-@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("eager", fast_ones([True, False], (False,)))
 def test_drafts_from_separate_pages_are_the_references(tmp_path, eager):
     """The page before the window is released while the prompt is read, and others take it."""
     pair = DIALECTS["use_swa"].make(tmp_path, head_dim=64)
