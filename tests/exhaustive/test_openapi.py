@@ -6,6 +6,7 @@ import schemathesis
 from hypothesis import HealthCheck
 from schemathesis import Case
 
+from tests.costs import fast_ones
 from tests.exhaustive.operations import CHECKS, OPERATIONS, TRIALS
 from tests.fast.api.served import PATIENCE
 
@@ -19,9 +20,10 @@ def operations(shared_server):
     return {operation.label: operation for operation in (found.ok() for found in schema.get_all_operations())}
 
 
+@pytest.mark.parametrize("examples", fast_ones([20, 60], (20,)))
 @pytest.mark.parametrize(("label", "mode"), TRIALS, ids=lambda value: getattr(value, "value", value))
-def test_every_answer_is_as_described_and_none_is_a_server_error(operations, label, mode):
-    @hypothesis.settings(max_examples=60, suppress_health_check=list(HealthCheck))
+def test_every_answer_is_as_described_and_none_is_a_server_error(operations, label, mode, examples):
+    @hypothesis.settings(max_examples=examples, suppress_health_check=list(HealthCheck))
     @hypothesis.given(operations[label].as_strategy(generation_mode=mode))
     def answer_is_as_described(case: Case) -> None:
         response = case.call(timeout=PATIENCE)
