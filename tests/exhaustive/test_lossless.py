@@ -2,8 +2,8 @@
 
 `make test-rest` runs 16 prompts over a seeded pairwise selection of the settings. Half of the cases use the demo pair,
 and half a random pair whose drafts are accepted now and then. Tests marked `slow` run the other halves, and all cases
-on a pair whose drafts are hardly ever accepted. They also run 200 prompts over another
-selection and other pairs. `python -m tests.proof` runs the most cases.
+on a pair whose drafts are hardly ever accepted. They also run 100 prompts over another
+selection and other pairs. `python -m tests.proof` runs the most prompts.
 """
 
 import itertools
@@ -34,7 +34,7 @@ from tests.fast.engine.lossless import (
 )
 from tests.fast.engine.pairs import make_pair
 
-PROMPTS, SLOW_PROMPTS = 16, 200
+PROMPTS, SLOW_PROMPTS = 16, 100
 SUBJECTS = ("random-lucky", "demo", "random")
 MORE_SHAPES: dict[str, dict] = {
     "gqa 4:1, wide heads": {"seed": 2, "num_kv_heads": 1, "head_dim": 24, "vocab_size": 12},

@@ -18,6 +18,7 @@ from app.engine.npu import graph as npu_graph
 from app.engine.npu.backend import NpuBackend
 from app.engine.sampling.metadata import GRAPH_KINDS
 from tests import UNTIMED
+from tests.costs import fast_ones
 from tests.devices.npu import demo
 from tests.devices.npu.engines import HOST_PROCESSOR, SMALL, engine, requests
 from tests.devices.npu.null_device import traced
@@ -115,8 +116,11 @@ def test_what_graphs_read_and_write_stays_where_it_was(pair: Pair) -> None:
     assert places() == before
 
 
-@pytest.mark.parametrize("config", [{}, {"enforce_eager": True}, {"draft_enforce_eager": True}], ids=str)
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+CONFIGS = [{}, {"enforce_eager": True}, {"draft_enforce_eager": True}]
+
+
+@pytest.mark.parametrize("config", fast_ones(CONFIGS, CONFIGS[:2]), ids=str)
+@pytest.mark.parametrize("temperature", fast_ones([0.0, 0.7], (0.7,)))
 def test_the_host_waits_once_a_step_and_captures_nothing_after_the_start(pair, config, temperature):
     core = engine(pair, **config)
     for request in requests(30, temperature=temperature):
@@ -134,10 +138,10 @@ def test_the_host_waits_once_a_step_and_captures_nothing_after_the_start(pair, c
     "sampling",
     [
         {},
-        {"temperature": 0.7},
+        pytest.param({"temperature": 0.7}, marks=pytest.mark.slow),
         {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
         {"temperature": 1.0, "top_p": 0.9, "presence_penalty": 0.5},
-        {"frequency_penalty": 0.5},
+        pytest.param({"frequency_penalty": 0.5}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -168,7 +172,10 @@ def test_every_size_is_captured_and_replayed_before_the_engine_is_ready(pair: Pa
     assert len(set(trace.of("replay"))) == sizes + draws
 
 
-@pytest.mark.parametrize(("max_graphs", "expected"), [(21, 21), (20, 17), (14, 13), (4, 3), (2, 2)])
+@pytest.mark.parametrize(
+    ("max_graphs", "expected"),
+    [(21, 21), (20, 17), *(pytest.param(*some, marks=pytest.mark.slow) for some in ((14, 13), (4, 3), (2, 2)))],
+)
 def test_no_more_graphs_are_captured_than_allowed(pair: Pair, max_graphs: int, expected: int) -> None:
     with traced() as trace:
         graphs = engine(pair, max_graphs=max_graphs).runner.graphs
