@@ -3,7 +3,7 @@
 #
 #   make serve                                            the demo pair on http://127.0.0.1:8000
 #   make serve PORT=9000 ARGS="Qwen/Qwen3-8B --draft-model z-lab/Qwen3-8B-DFlash-b16"
-#   make test | make check                                the fast tests; lint, types and import rules
+#   make test | make check                                the fast tests; lint, types and import rules, and lines by room
 #   make test-rest                                        every other test but the slow ones
 #   make proof                                            every test, the slow ones too, and docs/proof.md
 #   make test-clients                                     real clients in .venv-clients (part of `make test-rest`), to docs/clients.md

@@ -1,112 +1,80 @@
-"""`python -m tools.lines`: Python lines by folder against the budgets of pyproject.toml. Exits with 1 if any is over.
+"""Python lines by room: `python -m tools.lines [--since COMMIT]`. It reports and never judges.
 
-`--path` prints the size of a step's path instead, which docs/DESIGN.md quotes.
+A room is a folder with Python files. Blank lines and docstrings count.
 """
 
-import ast
+import subprocess
 import sys
-import tomllib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from app.config.error import ConfigError
+from tools.parts import ToolParser
+
 ROOT = Path(__file__).parents[1]
-PLUG_INS = ("engine/cpu", "engine/cuda", "engine/npu")
-OFF_THE_PATH: tuple[str, ...] = (
-    *("engine/sampling", "engine/device", "engine/load", "engine/faults.py", "engine/schedule/overlap.py"),
-    *("engine/step/graphs.py", "engine/schedule/policy.py", "engine/schedule/costs.py"),
-)
-"""Rooms and files that serve a step and are one hop away from its path."""
+HOUSES = ("app", "tools", "tests")
 
 
-def imports(path: Path) -> set[str]:
-    """Return the dotted names that a file imports anywhere, also inside functions and for types only."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return names
+def rooms(root: Path) -> dict[str, int]:
+    """Return room -> lines, of every house in turn."""
+    lines: Counter[str] = Counter()
+    for house in HOUSES:
+        for path in sorted((root / house).rglob("*.py")):
+            room = path.parent.relative_to(root).as_posix()
+            lines[room] += len(path.read_text(encoding="utf-8").splitlines())
+    return dict(lines)
 
 
-def closure(start: Path) -> set[Path]:
-    """Return the file and every file of app/ that it imports, directly or not."""
-    found, waiting = set(), [start]
-    while waiting:
-        path = waiting.pop()
-        if path in found:
-            continue
-        found.add(path)
-        for name in imports(path):
-            stem = ROOT.joinpath(*name.split("."))
-            packages = [package / "__init__.py" for package in (stem, *stem.parents) if package.is_relative_to(ROOT)]
-            waiting += [file for file in (stem.with_suffix(".py"), *packages) if file.is_file()]
-    return {path for path in found if path.is_relative_to(ROOT / "app")}
+def changes(root: Path, commit: str) -> dict[str, tuple[int, int]]:
+    """Return room -> lines (added, removed) in tracked files since a commit. Raises ConfigError for an unknown one."""
+    diff = ["git", "-C", str(root), "diff", "--numstat", "--no-renames", "--end-of-options", commit, "--"]
+    done = subprocess.run([*diff, *(f"{house}/**.py" for house in HOUSES)], capture_output=True, text=True)
+    if done.returncode:
+        raise ConfigError(f"--since {commit}: {done.stderr.strip()}", "give a commit, a tag or a branch")
+    added: Counter[str] = Counter()
+    removed: Counter[str] = Counter()
+    for line in done.stdout.splitlines():
+        more, fewer, path = line.split("\t")
+        room = Path(path).parent.as_posix()
+        added[room] += int(more)
+        removed[room] += int(fewer)
+    return {room: (added[room], removed[room]) for room in sorted(added, key=_by_house)}
 
 
-def lines_of(path: Path) -> int:
-    return len(path.read_text(encoding="utf-8").splitlines())
+def _by_house(room: str) -> tuple[int, str]:
+    return HOUSES.index(room.partition("/")[0]), room
 
 
-def count(paths: set[Path], *, without: tuple[str, ...] = ()) -> int:
-    """Return the lines of the files that are in none of the folders of app/ in `without`, and are none of its files."""
-    left_out = [ROOT / "app" / name for name in without]
-    return sum(lines_of(path) for path in paths if not any(path.is_relative_to(folder) for folder in left_out))
+def table(lines: Mapping[str, int]) -> str:
+    """Return a line for each room, and the sum of each house."""
+    shown = [*lines.items(), *((f"{house} in all", _sum(lines, house)) for house in HOUSES)]
+    return "\n".join(f"{name:24} {number:7,}" for name, number in shown)
 
 
-def figures() -> dict[str, int]:
-    """Return what is counted -> lines, in the words of docs/DESIGN.md."""
-    step = closure(ROOT / "app" / "engine" / "core.py")
-    return {
-        "the path of a step": count(step, without=(*PLUG_INS, *OFF_THE_PATH)),
-        "all that `core.py` imports, without plug-ins": count(step, without=PLUG_INS),
-        "`app/`": count(set((ROOT / "app").rglob("*.py"))),
-    }
+def table_of_changes(changed: Mapping[str, tuple[int, int]]) -> str:
+    """Return a line for each room with what was added, removed, and by how much it grew, and the sum of each house."""
+    added, removed = ({room: pair[i] for room, pair in changed.items()} for i in (0, 1))
+    sums = {f"{house} in all": (_sum(added, house), _sum(removed, house)) for house in HOUSES}
+    return "\n".join(
+        f"{name:24} {more:+7,} {-fewer:8,} {more - fewer:+8,}" for name, (more, fewer) in (dict(changed) | sums).items()
+    )
 
 
-def table() -> str:
-    """Return the figures as Markdown."""
-    rows = [f"| {name} | {lines:,} |" for name, lines in figures().items()]
-    return "\n".join(["| code | lines |", "|---|---|", *rows])
+def _sum(lines: Mapping[str, int], house: str) -> int:
+    return sum(number for room, number in lines.items() if room.split("/")[0] == house)
 
 
-def budgets() -> dict[str, int]:
-    """Return folder -> lines."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    table: dict[str, int] = project["tool"]["lines"]
-    return table
-
-
-def spent(root: Path, folders: Sequence[str]) -> dict[str, int]:
-    """Return the Python lines of each folder without those of a deeper folder in the list.
-
-    A folder that is not in the list counts towards its nearest parent that is, so no folder escapes.
-    """
-    lines = dict.fromkeys(folders, 0)
-    for path in (root / "app").rglob("*.py"):
-        inside = path.relative_to(root).as_posix()
-        owner = max((folder for folder in folders if inside.startswith(f"{folder}/")), key=len)
-        lines[owner] += lines_of(path)
-    return lines
-
-
-def over(lines: Mapping[str, int], allowed: Mapping[str, int]) -> list[str]:
-    """Return the folders that have more lines than allowed."""
-    return [folder for folder, number in lines.items() if number > allowed[folder]]
-
-
-def main() -> int:
-    allowed = budgets()
-    lines = spent(ROOT, list(allowed))
-    exceeded = over(lines, allowed)
-    for folder, number in lines.items():
-        print(f"{folder:22} {number:6,} of {allowed[folder]:6,}{'  EXCEEDED' if folder in exceeded else ''}")
-    print(f"{'in all':22} {sum(lines.values()):6,} of {sum(allowed.values()):6,}")
-    return 1 if exceeded else 0
+def main(arguments: Sequence[str]) -> int:
+    parser = ToolParser(prog="python -m tools.lines", description=__doc__)
+    parser.add_argument("--since", metavar="COMMIT", help="what changed by room since then, in tracked files")
+    commit = parser.parse_args(arguments).since
+    try:
+        print(table_of_changes(changes(ROOT, commit)) if commit else table(rooms(ROOT)))
+    except ConfigError as error:
+        return error.show()
+    return 0
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--path"]:
-        print(table())
-        sys.exit(0)
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
