@@ -1,9 +1,7 @@
 """The command lines of tools, and of those that have parts: `python -m tools.TOOL [PART] ...`."""
 
-import importlib
 import sys
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Any, NoReturn
 
 from app.config.error import ConfigError, nearest
@@ -26,8 +24,8 @@ class ToolParser(Parser):
             sys.exit(error.show())
 
 
-def choose(tool: str, parts: Mapping[str, str], arguments: Sequence[str], default: str = "") -> ModuleType | int:
-    """Return the module of the part that `arguments` begin with, or an exit code after a list of the parts.
+def choose(tool: str, parts: Mapping[str, str], arguments: Sequence[str], default: str = "") -> str | int:
+    """Return the part that `arguments` begin with, or an exit code after a list of the parts.
 
     `parts` maps a name to its line of help. Without a part it is `default`; without that it is an error.
     """
@@ -47,4 +45,4 @@ def choose(tool: str, parts: Mapping[str, str], arguments: Sequence[str], defaul
         near = nearest(part, parts)
         hint = f"did you mean {near}?" if near else f"there are {', '.join(parts)}"
         return ConfigError(f"python -m {tool}: there is no part {part}", hint).show()
-    return importlib.import_module(f"{tool}.{part}")
+    return part

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 
+from tools.bench import eval, http, table
 from tools.parts import choose
 
 PARTS = {
@@ -18,7 +19,8 @@ def main(arguments: Sequence[str]) -> int:
     part = choose("tools.bench", PARTS, arguments, default="http")
     if isinstance(part, int):
         return part
-    return int(part.main(arguments[1:] if arguments[:1] and arguments[0] in PARTS else arguments))
+    modules = {"http": http, "eval": eval, "table": table}
+    return modules[part].main(arguments[1:] if arguments[:1] and arguments[0] in PARTS else arguments)
 
 
 if __name__ == "__main__":

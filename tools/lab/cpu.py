@@ -14,6 +14,7 @@ import torch
 
 from app.config.error import ConfigError
 from app.engine.checkpoint.files import DEMO
+from app.engine.core import EngineCore
 from app.messages import Request
 from tools.bench.command import out_folder, progress
 from tools.bench.flags import add_out_flag, count
@@ -48,7 +49,7 @@ class Transformers:
 
     @torch.inference_mode()
     def run(self, requests: Iterable[Request]) -> float:
-        """Return tokens per second."""
+        """Return output tokens per second."""
         tokens, started = 0, time.perf_counter()
         for request in requests:
             prompt = torch.tensor([request.token_ids])
@@ -62,6 +63,11 @@ class Transformers:
             )
             tokens += answer.shape[1] - prompt.shape[1]
         return tokens / (time.perf_counter() - started)
+
+
+def speed(core: EngineCore, requests: Sequence[Request], concurrency: int) -> float:
+    """Return output tokens per second."""
+    return in_process.run(core, requests, concurrency).speed
 
 
 def rows_of(concurrency: int, comparison: Comparison) -> list[Row]:
@@ -91,7 +97,7 @@ def compare(options: argparse.Namespace) -> list[Row]:
         for concurrency, claims in CLAIMS.items():
             requests = loads.requests("math", max(16, 4 * concurrency))
             ways: dict[str, Callable[[], float]] = {
-                name: partial(in_process.speed, core, requests, concurrency) for name, core in engines.items()
+                name: partial(speed, core, requests, concurrency) for name, core in engines.items()
             }
             if concurrency == 1:
                 ways[TRANSFORMERS] = partial(theirs.run, requests)

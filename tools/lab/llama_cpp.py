@@ -36,9 +36,9 @@ from tools.bench.paired import MIN_ROUNDS
 from tools.bench.prompts import Dataset
 from tools.bench.report import notes
 from tools.bench.traffic import Load
-from tools.lab.checkpoints import write_checkpoints
 from tools.lab.llama_source import LlamaCpp
 from tools.lab.publish import publish
+from tools.lab.random_weights import write_checkpoints
 from tools.parts import ToolParser
 
 CACHE = Path(__file__).parents[2] / "build" / "llama.cpp"

@@ -1,46 +1,38 @@
-"""Requests of the laboratories: held-out prompts of the demo pair as token ids, by domain."""
+"""Held-out prompts of the demo pair as requests of token ids, by domain."""
 
-import itertools
 from functools import cache
 
+from app import demo
 from app.engine.checkpoint.files import DEMO
 from app.messages import Request, SamplingParams
 from app.text.tokenizer import Tokenizer
-from tools.demo_pair.corpus import DOMAINS, samples
 
 MAX_TOKENS = 128
 HOPELESS_TEMPERATURE = 3.0
 """At this temperature no draft can know the next token."""
 HOPELESS = f"prose at T = {HOPELESS_TEMPERATURE:g}"
-MIXED = "half math and half hopeless"
-LOADS = (*DOMAINS, HOPELESS, MIXED)
+LOADS = (*demo.held_out(), HOPELESS)
 
 
 def requests(load: str, count: int, temperature: float = 0.0) -> list[Request]:
     """Return the first `count` requests of one of LOADS, each with its own seed."""
-    if load == MIXED:
-        halves = zip(requests("math", -(-count // 2)), requests(HOPELESS, -(-count // 2)), strict=True)
-        return list(itertools.chain.from_iterable(halves))[:count]
     hopeless = load == HOPELESS
     return [
         Request(
             sampling=SamplingParams(temperature=HOPELESS_TEMPERATURE if hopeless else temperature, seed=index),
             request_id=f"{load} {index}",
-            token_ids=prompt,
+            token_ids=_token_ids("prose" if hopeless else load, index),
             max_tokens=MAX_TOKENS,
-            stop_token_ids=frozenset(_tokenizer().eos_ids),
+            stop_token_ids=frozenset(demo.stop_token_ids()),
         )
-        for index, prompt in enumerate(_prompts("prose" if hopeless else load, count))
+        for index in range(count)
     ]
 
 
 @cache
-def _prompts(domain: str, count: int) -> list[tuple[int, ...]]:
-    texts = [
-        _tokenizer().chat_template.render(list(sample.messages))
-        for sample in itertools.islice(samples(domain, "heldout", 0), count)
-    ]
-    return [tuple(_tokenizer().encode(text, add_special_tokens=False)) for text in texts]
+def _token_ids(domain: str, index: int) -> tuple[int, ...]:
+    text = _tokenizer().chat_template.render(demo.held_out()[domain][index]["messages"])
+    return tuple(_tokenizer().encode(text, add_special_tokens=False))
 
 
 @cache

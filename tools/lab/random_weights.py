@@ -1,21 +1,31 @@
-"""Models of real sizes with random weights, which are never on a disk. The cost of a step does not depend on them.
+"""Models of real sizes with random weights, made on the device. The cost of a step does not depend on them.
 
 Their tokens mean nothing. Each target has a draft like the published Qwen3 ones of block 16; the demo pair has its own.
 """
 
+import gc
 import json
+import shutil
 import zlib
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
+from app.config.engine import EngineConfig
 from app.config.error import ConfigError
+from app.engine.checkpoint.draft import draft_config
+from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import DEMO
+from app.engine.device.factory import make_backend
+from app.engine.dflash.model import DFlashModel
 from app.engine.errors import UnsupportedError
-from app.engine.load.loader import Progress
+from app.engine.load.engine import Engine, build_engine
+from app.engine.load.loader import Progress, target_class
 from app.engine.models.weights import Part
 
 BANNER = "RANDOM WEIGHTS: the tokens are meaningless; the sizes, and so the times, are those of the real model."
@@ -148,6 +158,60 @@ def write_configs(wanted: str, folder: Path) -> tuple[Path, Path]:
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config, indent=2))
     return folder / "target", folder / "draft"
+
+
+def random_engine(wanted: str, *, draft: bool, device: str, **config: Any) -> Engine:
+    """Build an engine of random weights in the sizes of `wanted`, like in `write_configs`.
+
+    The memory of an earlier one is freed first: two of an 8B do not fit, and an engine is a cycle of references.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    with TemporaryDirectory() as folder:
+        target, draft_folder = write_configs(wanted, Path(folder))
+        wishes: dict[str, Any] = {"device": device, "prefix_caching": False, "verify": "full"} | config
+        pair = EngineConfig(target, draft_folder if draft else None, **wishes)
+        return build_engine(pair, open_weights=RandomWeights)
+
+
+class WrittenWeights(RandomWeights):
+    """Random weights of which each tensor is written to a file in `to`."""
+
+    def __init__(self, folder: Path, to: Path) -> None:
+        super().__init__(folder, torch.device("cpu"), torch.bfloat16, lambda *_: None)
+        self._to, self._homes = to, dict[str, str]()
+
+    def get(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        tensor = super().get(name, *shape, part=part)
+        self._homes[name] = f"model-{name}.safetensors"
+        save_file({name: tensor}, self._to / self._homes[name])
+        return tensor if dtype is None else tensor.to(dtype)
+
+    def close(self) -> None:
+        (self._to / "model.safetensors.index.json").write_text(json.dumps({"weight_map": self._homes}))
+
+
+def write_checkpoints(wanted: str, folder: Path) -> tuple[Path, Path]:
+    """Write a target and a draft in bfloat16, and return their folders. `wanted` is like in `write_configs`."""
+    target, draft = write_configs(wanted, folder)
+    raw, backend = _read(target / "config.json"), make_backend("cpu")
+    config, weights = target_config(raw), WrittenWeights(target, target)
+    model = target_class(raw["model_type"])(config, weights, backend)
+    weights.close()
+    weights = WrittenWeights(draft, draft)
+    DFlashModel(draft_config(_read(draft / "config.json"), config), weights, backend, model.embedding, model.lm_head)
+    weights.close()
+    write_tokenizer(target, raw["vocab_size"])
+    return target, draft
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Write the demo's tokenizer with more tokens, each of a text of its own, so that texts tell what was answered."""
+    tokenizer = json.loads((DEMO / "target" / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab = tokenizer["model"]["vocab"]
+    vocab |= {f"Ġ{token}": token for token in range(len(vocab), vocab_size)}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    shutil.copy(DEMO / "target" / "tokenizer_config.json", folder)
 
 
 def pair_of(wanted: str) -> tuple[dict[str, Any], dict[str, Any]]:

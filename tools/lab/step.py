@@ -242,7 +242,7 @@ def _meaning(axis: str, is_asynchronous: bool) -> str:
     )
     return (
         f"Milliseconds. `+` is what each {more} costs beyond the row before. `build` makes the step's arrays. "
-        f"{computed} `operators` are what a step asks the device for. "
+        f"{computed} "
         "`tok/s` is of all sequences together, of whole blocks where the acceptance length is known. "
         "`DFlash / plain` is the ratio of both within rounds."
     )
@@ -265,7 +265,6 @@ def _row(
         read: _ms(measured.middle(lambda split: split.read)),
         **({"device": _ms(median(measured.queued))} if is_asynchronous else {}),
         "commit": _ms(measured.middle(lambda split: split.commit)),
-        "operators": measured.operators,
         "tok/s": f"{1000 * shape.batch * length / measured.ms:.0f}" if length else "",
         "DFlash / plain": _speedup(shape, found, length) if length and shape.drafts else "",
     }
@@ -324,7 +323,6 @@ def as_json(found: Found) -> list[Row]:
     """Return every shape with the milliseconds of every round."""
     return [
         {"batch": shape.batch, "context": shape.context, "drafts": shape.drafts}
-        | {"operators": measured.operators, "copies": measured.copies}
         | {part: [round(getattr(split, part), 4) for split in measured.splits] for part in (*Split._fields, "total")}
         | {part: [round(ms, 4) for ms in getattr(measured, part)] for part in ("hosts", "queued")}
         for shape, measured in found.items()

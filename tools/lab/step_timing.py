@@ -20,7 +20,6 @@ from app.engine.schedule.batch import Batch, StepResult
 from app.engine.step.inputs import StepInputs
 from app.engine.step.runner import PendingStep
 from app.messages import Request
-from tools.lab.op_count import Launches
 
 BLOCK_STEPS = 2
 """Timed steps of whole blocks, after one that warms the caches."""
@@ -60,17 +59,14 @@ class Split(NamedTuple):
 
 @dataclass(slots=True)
 class Measured:
-    """Findings about a shape: `operators` and `copies` of a step, and lists with milliseconds of a step by round.
+    """Milliseconds of a step of one shape, by round."""
 
-    `splits` are means of the timed steps. `hosts` are scheduling, building and committing without a launch between.
-    `queued` is a step among several queued ones, on a device that runs on.
-    """
-
-    operators: int = 0
-    copies: int = 0
     splits: list[Split] = field(default_factory=list)
+    """Means of the timed steps."""
     hosts: list[float] = field(default_factory=list)
+    """Scheduling, building and committing, without a launch between them."""
     queued: list[float] = field(default_factory=list)
+    """A step among several queued ones, on a device that runs asynchronously."""
 
     @property
     def totals(self) -> list[float]:
@@ -90,8 +86,7 @@ class Bench:
     def __init__(self, engine: Engine) -> None:
         self._core, self._sizes = engine.core, engine.sizes
         self._vocab_size = engine.target.vocab_size
-        self._kind = engine.device.partition(":")[0]
-        self.is_asynchronous = self._kind != "cpu"
+        self.is_asynchronous = not engine.device.startswith("cpu")
 
     @property
     def longest(self) -> int:
@@ -108,24 +103,19 @@ class Bench:
             and shape.batch * (pages + 1) <= pool.num_usable
         )
 
-    def count(self, shape: Shape) -> Measured:
-        """Count a step's operators. This also does all lazy work of the shape."""
-        with self._seated(shape):
-            self._step(shape)
-            with Launches(self._kind) as counted:
-                for _ in range(shape.timed):
-                    self._step(shape)
-        return Measured(round(counted.total / shape.timed), round(counted.copies.total() / shape.timed))
-
     def time(self, shape: Shape, found: Measured) -> None:
         """Add a round to the findings."""
-        with self._seated(shape):
-            self._step(shape)
-            splits = [self._step(shape) for _ in range(shape.timed)]
+        splits = self.steps(shape)
         found.splits.append(Split(*map(fmean, zip(*splits, strict=True))))
         found.hosts.append(self._host(shape))
         if self.is_asynchronous:
             found.queued.append(self._queued(shape))
+
+    def steps(self, shape: Shape) -> list[Split]:
+        """Time the steps of one seating, after one that warms the caches."""
+        with self._seated(shape):
+            self._step(shape)
+            return [self._step(shape) for _ in range(shape.timed)]
 
     def _step(self, shape: Shape) -> Split:
         """Run a step like EngineCore."""
@@ -236,10 +226,10 @@ def measure(
 
     `on_step` is called after each measurement.
     """
-    found = {}
+    found = {shape: Measured() for shape in shapes}
     for shape in shapes:
-        found[shape] = bench.count(shape)
-        on_step("counting operators")
+        bench.steps(shape)
+        on_step("warming up")
     order = random.Random(0)
     turn = list(shapes)
     for number in range(rounds):

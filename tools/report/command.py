@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,38 +19,12 @@ from app.config.error import ConfigError
 from app.config.parser import Parser
 from app.engine.cuda import host_probes
 from tools.report import runner
+from tools.report.part import Options
 from tools.report.sections import SECTIONS
-from tools.report.triton_cache import own_cache
 
 MODELS = ("demo", "qwen3-8b", "qwen3-4b", "qwen3-0.6b", "qwen3.5-0.8b")
 """Names of the laboratory's sizes."""
 ROOT = Path(__file__).parents[2]
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Device of a report, and the load of its engines: `model` has a name like "qwen3-8b", or is a config.json.
-
-    `sections` are made in this order, or all if there are none.
-    """
-
-    device: str
-    model: str = "qwen3-8b"
-    concurrency: Sequence[int] = (1, 32)
-    prompt: int = 512
-    answer: int = 1024
-    rounds: int = 3
-    sections: Sequence[str] = ()
-    seconds: int | None = None
-    triton_cache: str | None = None
-
-    @property
-    def kind(self) -> str:
-        return self.device.partition(":")[0]
-
-    @property
-    def index(self) -> int:
-        return int(self.device.partition(":")[2] or 0)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -59,10 +33,7 @@ def main(arguments: Sequence[str]) -> int:
         options, folder = parse(arguments)
         if options.kind == "cuda":
             check_gpu(options)
-        if options.kind == "npu":
-            return runner.report(options.device, folder, sections(options), **about(options))
-        with own_cache(folder, options.triton_cache) as pack_kernels:
-            return runner.report(options.device, folder, sections(options), told=pack_kernels, **about(options))
+        return runner.report(options.device, folder, sections(options), **about(options))
     except OSError as error:
         hint = "give a folder that this user may write to, on a disk with room"
         return ConfigError(f"--out {folder}: {error.strerror or error}", hint).show()
@@ -91,11 +62,6 @@ def parse(arguments: Sequence[str]) -> tuple[Options, Path]:
         help="in this order [default: all]",
     )
     parser.add_argument("--seconds", type=count, metavar="N", help="limit of all sections [default: 460 on a GPU]")
-    parser.add_argument(
-        "--triton-cache",
-        metavar="FILE",
-        help="kernels that an earlier report of yours compiled [default: triton-cache.tar.gz in --out, if it is there]",
-    )
     given = vars(parser.parse_args(arguments))
     folder, options = given.pop("out"), Options(**given)
     if not re.fullmatch(r"(npu|cuda)(:\d+)?", options.device):
@@ -103,7 +69,7 @@ def parse(arguments: Sequence[str]) -> tuple[Options, Path]:
             f"--device {options.device}: a report is on npu or cuda, or on one of several like npu:1",
             "dflash-server check looks at other devices",
         )
-    of_engines = ("model", "concurrency", "prompt", "answer", "rounds", "triton_cache")
+    of_engines = ("model", "concurrency", "prompt", "answer", "rounds")
     changed = [f"--{name.replace('_', '-')}" for name in of_engines if given[name] != parser.get_default(name)]
     if changed and options.kind == "npu":
         raise ConfigError(f"{', '.join(changed)}: only a report on a GPU takes this", "leave it out")
@@ -130,7 +96,7 @@ def sections(options: Options) -> dict[str, runner.Program]:
     known, found = SECTIONS[options.kind], {}
     for name in options.sections or known:
         command = (sys.executable, "-P", "-m", "tools.report.section", name, json.dumps(asdict(options)))
-        found[name] = runner.Program(command, known[name].part, known[name].whole)
+        found[name] = runner.Program(command, known[name].part_seconds, known[name].all_seconds)
     return found
 
 

@@ -16,9 +16,9 @@ from app.config.engine import EngineConfig
 from app.engine.checkpoint.files import DEMO
 from app.engine.core import EngineCore
 from app.engine.load import engine as build
+from app.engine.load.engine import Engine
 from app.messages import Request, SamplingParams, StepOutput
-from tools.report.command import Options
-from tools.report.part import Part, Result
+from tools.report.part import Options, Part, Result
 
 NUM_PROMPTS, MAX_TOKENS = 24, 48
 MAX_GAP = 0.1
@@ -34,7 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def parts(options: Options, ends: float) -> list[Part]:
+def parts(options: Options) -> list[Part]:
     runs = Runs(options.device, NUM_PROMPTS)
     return [
         *(Part(f"{way} against the CPU", partial(runs.against_cpu, way)) for way in WAYS),
@@ -42,7 +42,7 @@ def parts(options: Options, ends: float) -> list[Part]:
     ]
 
 
-def demo_engine(device: str, dtype: str = "float32", **config: Any) -> EngineCore:
+def demo_engine(device: str, dtype: str = "float32", **config: Any) -> Engine:
     """Build the demo pair, small enough that prefill chunks, mixed steps and waiting requests all come about."""
     wishes: dict[str, Any] = {
         "page_size": 128,
@@ -52,14 +52,9 @@ def demo_engine(device: str, dtype: str = "float32", **config: Any) -> EngineCor
         "kv_cache_memory": 96 << 20,
         "verify": "full",
     }
-    pair = EngineConfig(
-        DEMO / "target",
-        DEMO / "draft",
-        device=device,
-        dtype=dtype,
-        **wishes | config,
+    return build.build_engine(
+        EngineConfig(DEMO / "target", DEMO / "draft", device=device, dtype=dtype, **wishes | config)
     )
-    return build.build_engine(pair).core
 
 
 def requests(
@@ -122,7 +117,7 @@ def first_difference(text: list[int], other: list[int]) -> int | None:
 
 @cache
 def judge() -> EngineCore:
-    return demo_engine("cpu", max_num_seqs=1, max_num_batched_tokens=1024, max_model_len=1024)
+    return demo_engine("cpu", max_num_seqs=1, max_num_batched_tokens=1024, max_model_len=1024).core
 
 
 def gap(prompt: tuple[int, ...], text: list[int], at: int, other: int) -> float:
@@ -175,7 +170,7 @@ class Runs:
         return self._compared(expected, found) | {"same_acceptance_in_every_step": expected.accepted == found.accepted}
 
     def _run(self, way: str, device: str, dtype: str) -> Run:
-        core = demo_engine(device, dtype, **WAYS[way])
+        core = demo_engine(device, dtype, **WAYS[way]).core
         wanted = requests(self._num_prompts, greedy=True, speculate=way != "plain", max_tokens=MAX_TOKENS)
         return run(core, wanted)
 

@@ -12,6 +12,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
+from app.check.collectives import seconds_each
 from app.check.operators import Attention, Inputs, Lens, Paged, Prepared, difference
 from app.engine.device.base import (
     AttentionMask,
@@ -22,10 +23,9 @@ from app.engine.device.base import (
     Rotation,
 )
 from app.engine.device.factory import make_backend
-from tools.report.command import Options
 from tools.report.npu_questions import FULL, PAGE, planned
-from tools.report.part import Part, Result, describe
-from tools.report.timing import seconds_each
+from tools.report.part import Options, Part, Result, describe
+from tools.report.timing import seconds_in_a_graph
 
 EPS = 1e-6
 PUBLISHED = {"PIECEWISE": 1249, "FULL_DECODE_ONLY": 1348}
@@ -125,7 +125,7 @@ class Layer:
         return backend.gated_mlp(normed, w["gate_up"], w["down"]), residual
 
 
-def parts(options: Options, ends: float) -> list[Part]:
+def parts(options: Options) -> list[Part]:
     opened = cache(partial(make_backend, options.device))
     return [Part(name, partial(answered, ask, opened, CostSizes())) for name, ask in QUESTIONS.items()]
 
@@ -143,15 +143,9 @@ def answered(ask: Callable[[Backend, CostSizes], Result], opened: Callable[[], B
 def graph_ms(
     backend: Backend, run: Callable[[], object], sizes: CostSizes, metas: Sequence[AttentionMetadata] = ()
 ) -> float:
-    """Return milliseconds of one `run` on the device, from `calls` of them in a graph."""
+    """Return milliseconds of one `run` on the device, from calls in a graph."""
 
-    def calls() -> tuple[Tensor, ...]:
-        for _ in range(sizes.calls):
-            run()
-        return ()
-
-    graph = backend.capture(calls, list(metas))
-    return 1e3 * seconds_each(backend, graph.replay, 1, sizes.repeats) / sizes.calls
+    return 1e3 * seconds_in_a_graph(backend, run, metas, calls=sizes.calls, repeats=sizes.repeats)
 
 
 def inputs(backend: Backend) -> Inputs:

@@ -20,17 +20,16 @@ import numpy as np
 import torch
 import torch_npu
 
+from app.check.collectives import seconds_each
 from app.check.operators import TOLERANCE, Attention, Inputs, Lens, Operator, Paged, Prepared, difference
 from app.engine.device.base import AttentionMask, Backend, LayerKv
 from app.engine.device.factory import make_backend
 from app.engine.npu import host_probes
 from app.engine.schedule.graph_sizes import GraphSizes
 from app.engine.step.graphs import StepGraphs
-from tools.report.command import Options
 from tools.report.engine import demo_engine
-from tools.report.part import Part, Result, describe
+from tools.report.part import Options, Part, Result, describe
 from tools.report.roofline import chip_name
-from tools.report.timing import seconds_each
 
 if TYPE_CHECKING:
     from app.engine.npu.graph import AttentionPlan
@@ -88,7 +87,7 @@ def point(name: str, tried: str) -> Callable[[Point], Point]:
     return register
 
 
-def parts(options: Options, ends: float) -> list[Part]:
+def parts(options: Options) -> list[Part]:
     opened = cache(partial(make_backend, options.device))
     return [Part(name, partial(answered, name, opened, QuestionSizes())) for name in POINTS]
 
@@ -293,7 +292,7 @@ def captures(backend: Backend, sizes: QuestionSizes) -> Result:
     counts = range(1, seqs + 1)
     core = demo_engine(
         str(backend.device), "bfloat16", enforce_eager=True, max_num_seqs=seqs, max_num_batched_tokens=16 * seqs + 1
-    )
+    ).core
     targets = [(n, n * width + 1) for n in counts for width in (1, 8, 16)]
     graph_sizes = GraphSizes(targets, [(n, width) for n in counts for width in (8, 16)], block_size=16, spare=1)
     captured: list[int] = []

@@ -13,8 +13,7 @@ from app.check.operators import Case, Extent, Inputs, Lens, Prepared
 from app.engine.device.base import Backend
 from app.engine.device.factory import make_backend
 from app.engine.sampling.sampler import Sampler
-from tools.report.command import Options
-from tools.report.part import Part, Result, describe
+from tools.report.part import Options, Part, Result, describe
 from tools.report.roofline import Chip, chip_of
 from tools.report.timing import Seconds, Timer, timer
 
@@ -124,7 +123,7 @@ def of_torch(vocab: int) -> dict[str, list[Case]]:
     }
 
 
-def parts(options: Options, ends: float) -> list[Part]:
+def parts(options: Options) -> list[Part]:
     """Return a part for each operator; on a GPU, which outlives most errors, for each case."""
     extent, opened = EXTENTS[options.kind], partial(make_backend, options.device)
     return parts_of(operators.cases(extent) | of_torch(VOCAB), extent.past, opened, each_case=options.kind == "cuda")

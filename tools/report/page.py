@@ -4,8 +4,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 Report = dict[str, Any]
-PUBLISHED = "published (different workload)"
-"""A column of the speeds."""
 
 CHECKED = {
     "npu-report": """
@@ -26,8 +24,8 @@ of the memory's bandwidth; it may pass 1 where caches hold the inputs.""",
 The same greedy requests for the demo pair in bfloat16. Where a text first leaves another, `gap` is how far the
 worse of the two tokens lies below the best logit, in float32 on the CPU.""",
     "step": """
-The demo pair in bfloat16. `launch` is the host's time to schedule and launch a step, `read` its wait for the
-result.""",
+The demo pair in bfloat16, whole blocks. `launch` is the host's time to schedule and launch a step, `read` its wait for
+the result.""",
     "roofline": """
 A floor is the time to read the weights once, or to multiply them, whichever is longer. Layers are those of Qwen3-8B,
 and their time is the sum of their products. Figures of an H200 were measured. Figures of Ascend chips are assumptions
@@ -47,32 +45,10 @@ compared in fp32, where a near tie is rare, and one request of six may differ.""
     "speeds": """
 RANDOM WEIGHTS: the tokens are meaningless; the sizes, and so the times, are those of the real model.
 SIMULATED ACCEPTANCE: how many drafts are accepted is drawn, not found out. Output tokens per second are from the first
-request to the last one's end, prompts included. A floor is the time to read what must be read at 4.3 TB/s or to compute
-what must be computed at 790 TFLOP/s, as measured on an H200, stage after stage; no engine passes it. That of `auto` is
-of the width that has the lowest. Published: SGLang on one H200 with Qwen3-8B, GSM8K text and up to 2,048 tokens: a
-DIFFERENT WORKLOAD.""",
-    "gemm": """
-Matrix products of a layer, over copies of the weight that no cache holds together. `expected` is what the performance
-model of docs/performance.md says of cuBLAS. `us again` is measured behind it.
-`fc` and `kv` make the context KV. The last rows name the kernels that cuBLAS launched.""",
-    "graphs": """
-RANDOM WEIGHTS. Each captured graph of the target and of the draft, behind 1,024 tokens a sequence. The floor reads
-weights and KV once. `expected` is the performance model's.""",
+request to the last one's end, prompts included. Steady is of the steps in which all requests decode, and refilled
+where a request that ends makes room for the next.""",
     "profile": """
-RANDOM WEIGHTS. Kernels of a decode step by CUPTI. What they do not fill of a step are gaps. `of` is the part of the
-step: the target's layers, its head, the context KV, or the draft with its head. Marks are small kernels between them,
-which this section alone has. `expected` is the performance model's. A launch gap is an empty kernel's time in a graph,
-in a row of its like.""",
-    "turns": """
-RANDOM WEIGHTS and SIMULATED ACCEPTANCE. Each round runs every way once on one engine. A ratio is to the first way,
-with its 95 % interval over six rounds. The second way is the first again: a ratio inside of its interval is noise.
-`expected` is the performance model's.""",
-    "attention": """
-Other launches of our attention, the fastest first, and the backend's own. `expected` is the performance model's for a
-layer.""",
-    "prefill": """
-Attention of prompts, a layer, and the first call for these lengths. `expected at most` is all that the performance
-model has for a layer beside its products.""",
+RANDOM WEIGHTS. Kernels of a decode step by CUPTI. What they do not fill of a step are gaps.""",
 }
 VERDICT_CHARS = 3000
 HEADLINES = {
@@ -84,11 +60,7 @@ HEADLINES = {
     "costs": None,
     "collectives": None,
     "speeds": None,
-    "gemm": None,
-    "graphs": None,
     "profile": None,
-    "turns": None,
-    "attention": None,
 }
 """Parts whose `found` stands in the summary; None is all parts of the section."""
 

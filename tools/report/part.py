@@ -1,8 +1,11 @@
-"""A part of a device report: a name, and a function that returns numbers or raises. Imports no torch."""
+"""What a report is asked for, and its parts: a name, and a function that returns numbers or raises.
+
+Imports no torch.
+"""
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +15,31 @@ Result = dict[str, Any]
 """JSON of one part. `cases` are rows of a table, and `found` is a sentence for the summary.
 
 `passed` False means that the part has failed. With `error` the state of the device may be unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Device of a report, and the load of its engines: `model` has a name like "qwen3-8b", or is a config.json.
+
+    `sections` are made in this order, or all if there are none.
+    """
+
+    device: str
+    model: str = "qwen3-8b"
+    concurrency: Sequence[int] = (1, 32)
+    prompt: int = 512
+    answer: int = 1024
+    rounds: int = 3
+    sections: Sequence[str] = ()
+    seconds: int | None = None
+
+    @property
+    def kind(self) -> str:
+        return self.device.partition(":")[0]
+
+    @property
+    def index(self) -> int:
+        return int(self.device.partition(":")[2] or 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,23 +12,21 @@ import torch
 from torch import Tensor
 
 from app.check import collectives
-from app.check.collectives import HIDDEN, Case, case_of, own_rows, seconds_each
+from app.check.collectives import HIDDEN, Case, case_of, own_rows
 from app.engine.comm.comm import Comm
 from app.engine.device.base import Backend
 from app.engine.device.factory import make_backend
 from app.engine.errors import UnsupportedError
-from tools.report.command import Options
-from tools.report.part import Part, Result
+from tools.report.part import Options, Part, Result
+from tools.report.timing import graph_apart, seconds_in_a_graph
 
 COMMAND = (sys.executable, "-P", "-m", "tools.report.ranks")
 SIZES = (2, 4, 8)
 SECONDS = {"npu": 600.0, "cuda": 60.0}
 """Time for all sums of one number of ranks. Communicators of a first run on NPUs take a minute."""
-CALLS = 20
-"""Sums in a graph that is timed, as in ten layers."""
 
 
-def parts(options: Options, ends: float) -> list[Part]:
+def parts(options: Options) -> list[Part]:
     """Return a part for 2, 4 and 8 ranks, as far as there are devices."""
     return [Part(f"{size} ranks", partial(summed, options, size)) for size in SIZES]
 
@@ -84,25 +82,19 @@ def _bits(backend: Backend, comm: Comm, own: Tensor, alone: Tensor) -> Case:
 
 
 def _from_a_graph(backend: Backend, comm: Comm, own: Tensor) -> tuple[float, Tensor] | None:
-    """Return seconds of a sum among CALLS in a graph, and the sum itself, or None for a device without graphs."""
+    """Return seconds of a sum among others in a graph, and the sum itself, or None for a device without graphs."""
     if not backend.captures:
         return None
     place = own.clone()
 
-    def first() -> tuple[Tensor, ...]:
+    def once() -> tuple[Tensor, ...]:
         place.copy_(own)
         return (comm.all_reduce(place),)
 
-    def many() -> tuple[Tensor, ...]:
-        for _ in range(CALLS):
-            comm.all_reduce(place)
-        return ()
-
-    graph = backend.capture(first, [])
+    graph = graph_apart(backend, once)
     graph.replay()
     total = graph.outputs[0].clone()
-    timed = backend.capture(many, [])
-    return seconds_each(backend, timed.replay, calls=1, repeats=10) / CALLS, total
+    return seconds_in_a_graph(backend, lambda: comm.all_reduce(place)), total
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from app.engine.device.base import Backend
 from app.engine.device.factory import make_backend
-from tools.report.command import Options
-from tools.report.part import Part, Result
+from tools.report.part import Options, Part, Result
 from tools.report.timing import Timer, timer
 
 NUMBER_BYTES = 2
@@ -74,7 +73,7 @@ class RooflineSizes:
     layers: int = 36
 
 
-def parts(options: Options, ends: float) -> list[Part]:
+def parts(options: Options) -> list[Part]:
     opened = cache(partial(make_backend, options.device))
     return [
         Part("figures", lambda: assumed(opened())),

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -58,13 +58,12 @@ def report(
     name: str,
     host: Sequence[str] = (),
     limit: float = math.inf,
-    told: Callable[[], dict[str, str]] = dict,
     **about: Any,
 ) -> int:
     """Write NAME.json and NAME.md into `folder`, and print the page. Return 1 if a part failed, else 0.
 
-    `host` is the command of the probes to begin with. What `told` returns behind each section stands among the
-    versions. Raises OSError if `folder` cannot be written to, and ConfigError while another report is.
+    `host` is the command of the probes to begin with. Raises OSError if `folder` cannot be written to, and ConfigError
+    while another report is.
     """
     found: dict[str, Any] = {
         "report": name,
@@ -79,7 +78,7 @@ def report(
     }
     folder.mkdir(parents=True, exist_ok=True)
     with alone(folder), ends_like_an_interrupt():
-        run = Run(found, folder, limit, told)
+        run = Run(found, folder, limit)
         try:
             asyncio.run(run.all(sections, host))
         except KeyboardInterrupt:
@@ -134,10 +133,10 @@ def ends_like_an_interrupt() -> Iterator[None]:
 class Run:
     """A report that grows part by part, and its files."""
 
-    def __init__(self, found: dict[str, Any], folder: Path, limit: float, told: Callable[[], dict[str, str]]) -> None:
+    def __init__(self, found: dict[str, Any], folder: Path, limit: float) -> None:
         self.missing = ""
         self.unsaved = ""
-        self._found, self._folder, self._limit, self._told = found, folder, limit, told
+        self._found, self._folder, self._limit = found, folder, limit
         _say(f"writing {found['report']}.json and {found['report']}.md to {folder.resolve()}")
         self._keep_earlier()
         self._write()
@@ -187,7 +186,6 @@ class Run:
             else:
                 await self._section(name, section, min(begun + section.whole, ends))
             self._found["sections"][name]["seconds"] = round(time.monotonic() - begun, 1)
-            self._found["versions"] |= scrubbed(self._told())
             self.save()
 
     async def _probe(self, command: Sequence[str]) -> None:

@@ -2,11 +2,10 @@
 
 python -m tools.report.section NAME OPTIONS SKIP SECONDS
 
-OPTIONS are JSON of `command.Options`. The process writes `{"parts": names, "chip": name}` to stdout as a line of JSON,
+OPTIONS are JSON of `part.Options`. The process writes `{"parts": names, "chip": name}` to stdout as a line of JSON,
 and then a line for each part but the first SKIP. All should be over in SECONDS. Output of libraries goes to stderr.
 """
 
-import importlib
 import json
 import os
 import sys
@@ -14,8 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tools.report.command import Options
-from tools.report.part import Part, answer
+from tools.report.part import Options, Part, answer
 from tools.report.sections import SECTIONS
 
 
@@ -25,7 +23,7 @@ def main(arguments: Sequence[str]) -> None:
     with os.fdopen(os.dup(1), "w") as lines:
         os.dup2(2, 1)
         tell(
-            lambda: (chip(options), parts(name, options, ends)),
+            lambda: (chip(options), SECTIONS[options.kind][name].make(options, ends)),
             int(skip),
             lambda line: print(json.dumps(line), file=lines, flush=True),
             lambda: usable(options),
@@ -61,14 +59,6 @@ def tell(
         say(found | ({"over": True} if over else {}))
         if over:
             return
-
-
-def parts(name: str, options: Options, ends: float) -> list[Part]:
-    """Return the parts of a section. Nothing is made on the device before a part is run."""
-    module, _, function = SECTIONS[options.kind][name].maker.rpartition(".")
-    make = getattr(importlib.import_module(module), function)
-    made: list[Part] = make(options, ends)
-    return made
 
 
 def chip(options: Options) -> str:

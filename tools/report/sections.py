@@ -1,45 +1,105 @@
-"""The sections of a report on each kind of device. Imports no torch, nor the modules that it names."""
+"""The sections of a report on each kind of device, in the order of what matters most.
 
+A section's module is imported when its process makes its parts, because it may need torch_npu or Triton.
+"""
+
+from collections.abc import Callable
 from math import inf
 from typing import NamedTuple
 
+from tools.report.part import Options, Part
+
+Make = Callable[[Options, float], list[Part]]
+"""Returns the parts, without touching the device. All should be over at a time of `time.monotonic`."""
+
+
+def collectives(options: Options, ends: float) -> list[Part]:
+    from tools.report import ranks
+
+    return ranks.parts(options)
+
+
+def costs(options: Options, ends: float) -> list[Part]:
+    from tools.report import npu_costs
+
+    return npu_costs.parts(options)
+
+
+def engine(options: Options, ends: float) -> list[Part]:
+    from tools.report import engine
+
+    return engine.parts(options)
+
+
+def equality(options: Options, ends: float) -> list[Part]:
+    from tools.report import equality
+
+    return equality.parts(options)
+
+
+def open_points(options: Options, ends: float) -> list[Part]:
+    from tools.report import npu_questions
+
+    return npu_questions.parts(options)
+
+
+def operators(options: Options, ends: float) -> list[Part]:
+    from tools.report import operators
+
+    return operators.parts(options)
+
+
+def profile(options: Options, ends: float) -> list[Part]:
+    from tools.report import profile
+
+    return profile.parts(options)
+
+
+def roofline(options: Options, ends: float) -> list[Part]:
+    from tools.report import roofline
+
+    return roofline.parts(options)
+
+
+def speeds(options: Options, ends: float) -> list[Part]:
+    from tools.report import speeds
+
+    return speeds.parts(options, ends)
+
+
+def step(options: Options, ends: float) -> list[Part]:
+    from tools.report import step
+
+    return step.parts(options)
+
 
 class Section(NamedTuple):
-    """`maker` is the function that makes the parts, called in a separate process.
+    """How a section's parts are made, and the most seconds of one part and of all of them."""
 
-    `part` and `whole` limit the seconds of one part and of all of them.
-    """
-
-    maker: str
-    part: float
-    whole: float = inf
+    make: Make
+    part_seconds: float
+    all_seconds: float = inf
 
 
 SECTIONS = {
     "npu": {
         # A first run on an NPU loads and compiles kernels, and nothing bounds how many: no limit of a whole section.
-        "operators": Section("tools.report.operators.parts", 600.0),
-        "open_points": Section("tools.report.npu_questions.parts", 600.0),
-        "engine": Section("tools.report.engine.parts", 1200.0),
-        "step": Section("tools.report.step.parts", 900.0),
-        "roofline": Section("tools.report.roofline.parts", 900.0),
-        "costs": Section("tools.report.npu_costs.parts", 900.0),
-        "collectives": Section("tools.report.ranks.parts", 700.0),
+        "operators": Section(operators, 600.0),
+        "open_points": Section(open_points, 600.0),
+        "engine": Section(engine, 1200.0),
+        "step": Section(step, 900.0),
+        "roofline": Section(roofline, 900.0),
+        "costs": Section(costs, 900.0),
+        "collectives": Section(collectives, 700.0),
     },
     "cuda": {
-        "roofline": Section("tools.report.roofline.parts", 30.0, 60.0),
-        "operators": Section("tools.report.operators.parts", 45.0, 120.0),
-        "equality": Section("tools.lab.equality.parts", 90.0, 150.0),
-        "speeds": Section("tools.lab.speeds.parts", 120.0, 240.0),
-        "prefill": Section("tools.lab.cuda_attention.prompts_parts", 30.0, 60.0),
-        "attention": Section("tools.lab.cuda_attention.launches_parts", 60.0, 90.0),
-        "profile": Section("tools.lab.kernels.profile_parts", 60.0, 90.0),
-        "gemm": Section("tools.lab.gemms.parts", 20.0, 60.0),
-        "graphs": Section("tools.lab.kernels.graph_parts", 60.0, 60.0),
-        "turns": Section("tools.lab.turns.parts", 90.0, 120.0),
-        "engine": Section("tools.report.engine.parts", 60.0, 90.0),
-        "step": Section("tools.report.step.parts", 30.0, 60.0),
-        "collectives": Section("tools.report.ranks.parts", 70.0, 200.0),
+        "roofline": Section(roofline, 30.0, 60.0),
+        "operators": Section(operators, 45.0, 120.0),
+        "equality": Section(equality, 90.0, 150.0),
+        "speeds": Section(speeds, 120.0, 240.0),
+        "profile": Section(profile, 60.0, 90.0),
+        "engine": Section(engine, 60.0, 90.0),
+        "step": Section(step, 30.0, 60.0),
+        "collectives": Section(collectives, 70.0, 200.0),
     },
 }
-"""Sections by kind of device, in the order of what matters most."""

@@ -17,7 +17,6 @@ if HAS_TRITON:
     for name in (
         "triton.experimental.gluon",  # the interpreter loads it when it runs
         "app.engine.cuda.invariant",
-        "tools.lab.launch_gap",
     ):
         importlib.import_module(name)
     launch = importlib.import_module("app.engine.cuda.launch")

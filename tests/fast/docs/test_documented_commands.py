@@ -33,8 +33,11 @@ def parsed(command: str) -> tuple[str, argparse.Namespace]:
     package = "tools.lab" if "tools.lab" in command else "tools.bench"
     words = shlex.split(command.partition(package)[2], comments=True)
     part, *arguments = words if words and not words[0].startswith("-") else ["http", *words]
-    assert part in (LABS if package == "tools.lab" else PARTS)
-    parser = importlib.import_module(f"{package}.{part}").parser()
+    if package == "tools.lab":
+        parser = LABS[part].parser()
+    else:
+        assert part in PARTS
+        parser = importlib.import_module(f"{package}.{part}").parser()
     return part, parser.parse_args([STANDS_FOR.get(argument, argument) for argument in arguments])
 
 

@@ -11,8 +11,8 @@ from app.engine.step.runner import PendingStep
 from app.messages import SamplingParams
 from tests.fast.engine import planted_faults
 from tests.fast.engine.device_lengths import SharedMemoryGraph, device_lengths
+from tests.fast.engine.op_count import Launches
 from tests.fast.engine.pairs import make_pair
-from tools.lab.op_count import Launches
 
 COPIES = {"aten.copy_", "aten.clone"}
 """Up, and in the double down."""

@@ -17,9 +17,9 @@ from tools.bench.paired import Claim, Comparison
 from tools.bench.traffic import Load, Round
 from tools.lab import llama_cpp
 from tools.lab.__main__ import main
-from tools.lab.checkpoints import write_tokenizer
 from tools.lab.llama_cpp import AIMS, OURS, PAIRS, THEIRS, dataset, llama_command, resident, row
 from tools.lab.llama_source import CONVERT, LlamaCpp
+from tools.lab.random_weights import write_tokenizer
 
 COUNTERS = """# HELP llamacpp:spec_decode_num_draft_tokens_total Speculative: Total draft tokens generated
 # TYPE llamacpp:spec_decode_num_draft_tokens_total counter

@@ -18,9 +18,13 @@ def test_every_command_line_is_read_by_one_parser() -> None:
     assert makers == ["parser.py"]
 
 
-@pytest.mark.parametrize("part", [*(f"tools.bench.{part}" for part in PARTS), *(f"tools.lab.{part}" for part in LABS)])
+PARSERS = {f"tools.bench.{part}": importlib.import_module(f"tools.bench.{part}").parser for part in PARTS}
+PARSERS |= {f"tools.lab.{name}": part.parser for name, part in LABS.items()}
+
+
+@pytest.mark.parametrize("part", PARSERS)
 def test_a_tool_takes_whole_flags_only_and_names_all_others(part: str, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = importlib.import_module(part).parser()
+    parser = PARSERS[part]()
     assert isinstance(parser, ToolParser)
     flags = [flag for flag in parser._option_string_actions if flag not in ("-h", "--help")]
     for flag in flags:
@@ -40,7 +44,7 @@ def test_a_missing_part_or_an_unknown_one_is_told_the_parts(capsys: pytest.Captu
     assert (main(["evla"]), lab(["nothing"]), lab([])) == (2, 2, 2)
     told = capsys.readouterr().err
     assert "there is no part evla\nhint: did you mean eval?" in told
-    assert "there is no part nothing\nhint: there are step, api" in told and "usage: python -m tools.lab PART" in told
+    assert "there is no part nothing\nhint: there are step, cpu" in told and "usage: python -m tools.lab PART" in told
 
 
 def test_vllms_flags_of_its_bench_mean_ours(capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,12 +98,12 @@ def test_sequences_come_to_their_context_without_a_prefill(
 ) -> None:
     bench = Bench(engine)
     assert bench.fits(shape)
-    found = bench.count(shape)
+    found = Measured()
+    bench.steps(shape)
     bench.time(shape, found)
     bench.time(shape, found)
     assert all(tuple(split) == pytest.approx(TAKES) for split in found.splits) and len(found.splits) == 2
     assert found.hosts == pytest.approx([1 + 2 + 16] * 2)
-    assert 5 < found.operators < 30
     steps = 1 + shape.timed
     assert len(watched.batches) == 3 * steps
     for batch in watched.batches[::steps]:
@@ -257,7 +257,7 @@ def test_the_part_prints_tables_and_writes_all_it_found(
         assert f"## {title}\n" in printed
     results = json.loads((out / "step.json").read_text())
     assert len(results["shapes"]) == 6 and len(results["verdicts"]) == 6
-    assert all(len(shape["total"]) == 2 and shape["operators"] for shape in results["shapes"])
+    assert all(len(shape["total"]) == 2 for shape in results["shapes"])
     assert results["tables"].keys() == {"batch-context-40", "context-1-sequence"}
 
 
@@ -322,7 +322,3 @@ def test_a_real_engine_grows_no_faster_than_linearly_and_its_host_part_not_at_al
     assert code == 0, results["verdicts"]
     for claim in ("grows no faster than linearly", "the host part, run by itself, does not grow"):
         assert True in [verdict["holds"] for verdict in results["verdicts"] if claim in verdict["claim"]]
-    operators: dict[tuple[int, bool], set[int]] = {}
-    for shape in results["shapes"]:
-        operators.setdefault((shape["batch"], shape["drafts"]), set()).add(shape["operators"])
-    assert all(len(counts) == 1 for counts in operators.values()), "operators do not depend on the context"

@@ -10,30 +10,31 @@ from app.engine.cuda.backend import CudaBackend
 from app.engine.device.torch import TorchBackend
 from app.messages import SamplingParams
 from tools.lab import simulated
-from tools.lab.speeds import random_engine
-from tools.lab.timed import requests
-from tools.report.command import Options
-from tools.report.part import Part, Result
+from tools.lab.in_process import random_requests
+from tools.lab.random_weights import random_engine
+from tools.report.part import Options, Part, Result
 
 Texts = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """An engine whose texts are compared with those of the way `like`; at most `may_differ` may differ.
-
-    None for `like` is a way that others are compared with. `sampling` is of its requests. `rerun` runs again what would
-    be captured. Each step accepts `accepted` drafts. Without `overlap` a step is read before the next one is launched.
-    """
+    """An engine whose texts are compared with those of another way."""
 
     like: str | None = None
+    """The other way. None is a way that others are compared with."""
     may_differ: int = 0
+    """Requests whose text may differ."""
     config: dict[str, Any] = field(default_factory=dict)
     draft: bool = True
     sampling: dict[str, Any] = field(default_factory=dict)
+    """SamplingParams of the requests."""
     rerun: bool = False
+    """True runs again what would be captured."""
     accepted: int | None = None
+    """Drafts that each step accepts; None accepts what the target chooses."""
     overlap: bool = True
+    """False reads a step before the next one is launched."""
 
 
 DRAWN = {"temperature": 0.7, "top_p": 0.95}
@@ -63,7 +64,7 @@ NUM_REQUESTS, PROMPT, ANSWER = 6, 60, 48
 SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 512, "max_graphs": 24, "enforce_eager": False}
 
 
-def parts(options: Options, ends: float) -> list[Part]:
+def parts(options: Options) -> list[Part]:
     return parts_of(MODEL, options.device, answer=ANSWER)
 
 
@@ -89,7 +90,7 @@ def texts_of(way: Way, model: str, device: str, answer: int) -> Texts:
         engine.core.overlap &= way.overlap
         if way.accepted is not None and engine.draft:
             simulated.simulate(engine.core, [1.0] * way.accepted)
-        plain = requests(NUM_REQUESTS, PROMPT, answer, engine.target.vocab_size)
+        plain = random_requests(NUM_REQUESTS, PROMPT, answer, engine.target.vocab_size)
         wanted = [
             replace(request, sampling=SamplingParams(seed=seed, **way.sampling)) for seed, request in enumerate(plain)
         ]

@@ -1,16 +1,16 @@
 """A server whose engine has no model, in processes of its own. All clients get the same tokens.
 
-`python -m tools.lab.scripted server CORES ENGINE_ARGUMENTS serve --host HOST --port PORT ...` is the server; CORES and
-ENGINE_ARGUMENTS are JSON lists. It starts `... engine CORES TURN BATCH TOKENS_A_STEP WAITS TOKEN_IDS` with the link's
-arguments behind. The engine answers a whole batch with one StepOutput a step. If it WAITS, it takes each step after a
-message from the ZeroMQ address TURN, else the first step alone. It exits when stdin ends.
+`python -m tests.server.scripted server ENGINE_ARGUMENTS serve --host HOST --port PORT ...` is the server, where
+ENGINE_ARGUMENTS is a JSON list. It starts `... engine TURN BATCH TOKENS_A_STEP WAITS TOKEN_IDS`, followed by the link's
+arguments. The engine answers a whole batch with one StepOutput a step. If it WAITS, it takes each step after a message
+from the ZeroMQ address TURN, else the first step alone. It exits when stdin ends.
 """
 
 import json
 import os
 import sys
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import zmq
@@ -19,12 +19,6 @@ from app.messages import EngineInfo, FinishReason, Request, SpecStep, StepOutput
 from app.wire import Command, Ready, Reply, Shutdown, Stepped, Submit
 
 NUM_PAGES = 1 << 12
-
-
-def stay_on(cores: Collection[int]) -> None:
-    """Run this process and its children on these cores. An empty list changes nothing."""
-    if cores:
-        os.sched_setaffinity(0, cores)
 
 
 def steps_of(request_ids: Sequence[str], token_ids: Sequence[int], tokens: int, tokens_a_step: int) -> list[StepOutput]:
@@ -45,12 +39,11 @@ def steps_of(request_ids: Sequence[str], token_ids: Sequence[int], tokens: int, 
     return outputs
 
 
-def engine(cores: str, turn: str, batch: str, tokens_a_step: str, waits: str, token_ids: str, *link: str) -> int:
+def engine(turn: str, batch: str, tokens_a_step: str, waits: str, token_ids: str, *link: str) -> int:
     """Answer whole batches until Shutdown."""
     commands, replies = link
     sys.stdin.readline()
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    stay_on(json.loads(cores))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     turns, inbox, outbox = (context.socket(kind) for kind in (zmq.PULL, zmq.PULL, zmq.PUSH))
     for socket, address in ((turns, turn), (inbox, commands), (outbox, replies)):
@@ -99,16 +92,15 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def server(cores: str, engine_arguments: str, _: str, *flags: str) -> int:
+def server(engine_arguments: str, _: str, *flags: str) -> int:
     from app.api.process import run
     from app.config.flags import parse_flags
     from app.config.sources import load_config
     from app.engine.checkpoint.files import DEMO
 
-    stay_on(json.loads(cores))
     wanted = [text for name in ("--host", "--port") for text in (name, flags[flags.index(name) + 1])]
     config = load_config(parse_flags([*wanted, "--log-level", "warning"]))
-    command = (sys.executable, "-P", "-m", "tools.lab.scripted", "engine", *json.loads(engine_arguments))
+    command = (sys.executable, "-P", "-m", "tests.server.scripted", "engine", *json.loads(engine_arguments))
     return run(config, DEMO / "target", None, command)
 
 
