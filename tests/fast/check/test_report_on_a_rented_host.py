@@ -1,4 +1,4 @@
-"""A report where time is dear: mistakes are refused before it begins, and a bad disk or cache costs no measurement."""
+"""A report where time is dear: mistakes are refused before it begins, and a bad disk costs no measurement."""
 
 import errno
 import json
@@ -20,9 +20,9 @@ from app.engine.device.probe import Finding, failed, ok
 from tests import ROOT
 from tests.costs import fast_ones
 from tools.lab.random_weights import NAMES
-from tools.report import command, runner, triton_cache
+from tools.report import command, runner
+from tools.report.part import Options
 from tools.report.runner import Program
-from tools.report.triton_cache import NAME, own_cache
 
 ANSWERS = """
 import json
@@ -128,9 +128,9 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(host_probes, "compiler", lambda: ok("gcc"))
-    command.check_gpu(command.Options("cuda:1"))
+    command.check_gpu(Options("cuda:1"))
     with pytest.raises(ConfigError, match="--device cuda:2, but there are 2"):
-        command.check_gpu(command.Options("cuda:2"))
+        command.check_gpu(Options("cuda:2"))
 
 
 def test_a_command_without_its_packages_names_them(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -149,10 +149,10 @@ def test_an_earlier_report_in_the_folder_is_kept_and_the_two_do_not_mix(tmp_path
     os.utime(tmp_path / "gpu-report.json", (1e9, 1e9))
     os.utime(tmp_path / "gpu-report.md", (1e9, 1e9))
     before = {suffix: (tmp_path / f"gpu-report.{suffix}").read_text() for suffix in ("json", "md")}
-    assert write(tmp_path, "gemm") == 0
+    assert write(tmp_path, "profile") == 0
     for suffix, text in before.items():
         assert (tmp_path / f"gpu-report-20010909-014640.{suffix}").read_text() == text
-    assert list(json.loads((tmp_path / "gpu-report.json").read_text())["sections"]) == ["gemm"]
+    assert list(json.loads((tmp_path / "gpu-report.json").read_text())["sections"]) == ["profile"]
     assert "Speeds" not in (tmp_path / "gpu-report.md").read_text()
     assert "an earlier report is kept: " in capsys.readouterr().err and len(list(tmp_path.iterdir())) == 4
 
@@ -178,9 +178,9 @@ def test_a_disk_that_fills_up_ends_no_measurement_and_the_output_has_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     no_room(monkeypatch, after=4)
-    assert write(tmp_path, "speeds", "gemm") == 1
+    assert write(tmp_path, "speeds", "profile") == 1
     told = capsys.readouterr()
-    assert "## Speeds" in told.out and "## Gemm" in told.out and told.out.count("| one | ok |") == 2
+    assert "## Speeds" in told.out and "## Profile" in told.out and told.out.count("| one | ok |") == 2
     assert told.err.count("No space left on device; the report goes on") == 1
     assert told.err.splitlines()[-1].endswith("only the output above has it")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["gpu-report.json", "gpu-report.md"], "no half file"
@@ -220,56 +220,6 @@ def test_a_report_that_is_ended_leaves_no_process_on_the_device(tmp_path: Path, 
         os.kill(child, signal.SIGKILL)
     assert code == 130
     assert json.loads((tmp_path / "gpu-report.json").read_text())["sections"]["speeds"]["parts"] == []
-
-
-def packed(folder: Path, group: dict[str, Any]) -> Path:
-    """Return a packed cache of one kernel."""
-    kernel, file = folder / "cache" / "one", folder / NAME
-    kernel.mkdir(parents=True)
-    (kernel / "k.cubin").write_bytes(os.urandom(20_000))
-    (kernel / "__grp__k.json").write_text(json.dumps(group))
-    triton_cache.pack(folder / "cache", file)
-    return file
-
-
-@pytest.mark.parametrize("named", [True, False], ids=["--triton-cache", "of an earlier report"])
-@pytest.mark.parametrize("harm", ["cut", "turned", "empty", "other", "strange"])
-def test_a_cache_that_is_damaged_or_of_another_machine_is_left_out_and_the_report_goes_on(
-    harm: str, named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = packed(tmp_path, {} if harm == "strange" else {"child_paths": {"k.cubin": "x"}})
-    content = file.read_bytes()
-    if harm == "other":
-        monkeypatch.setattr(triton_cache, "maker", lambda: "Triton 9.9.9, Python 3.14.0, aarch64")
-    harmed = {"cut": content[:-9000], "turned": content[:9000] + b"x" * 99 + content[9099:], "empty": b""}
-    file.write_bytes(harmed.get(harm, content))
-    out = tmp_path / "out" if named else tmp_path
-    out.mkdir(exist_ok=True)
-    with own_cache(out, str(file) if named else None) as told:
-        error = capsys.readouterr().err
-        assert error.startswith(f"warning: {file}: ") and error.endswith("kernels are compiled anew\n")
-        assert error.count("\n") == 1 and ("Triton 9.9.9" in error) == (harm == "other")
-        cache = Path(os.environ[triton_cache.VARIABLE])
-        assert not cache.exists(), "half a cache would break its kernels"
-        assert told()["kernels"].startswith(f"0 compiled, without {file}: ")
-        (cache / "two").mkdir(parents=True)
-        (cache / "two" / "__grp__k.json").write_text(json.dumps({"child_paths": {}}))
-        assert told()["kernels"].startswith("1 compiled")
-    with own_cache(out, None) as told:
-        assert told()["kernels"] == f"0 compiled, 1 taken from {out / NAME}"
-
-
-def test_kernels_that_cannot_be_packed_cost_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(triton_cache.tarfile, "open", full)
-    with own_cache(tmp_path, None) as told:
-        kernel = Path(os.environ[triton_cache.VARIABLE]) / "one"
-        kernel.mkdir(parents=True)
-        (kernel / "__grp__k.json").write_text("{}")
-        assert told() == {"kernels": "1 compiled, not packed: No space left on device"}
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_report_names_the_commit_of_its_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
