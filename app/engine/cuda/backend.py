@@ -162,11 +162,6 @@ class CudaBackend(TorchBackend):
         run()
         return CudaGraph(run, self._graph_pool, self._capture_stream)
 
-    def capture_apart(self, run: Callable[[], tuple[Tensor, ...]]) -> Graph:
-        """Return a graph of `run` with memory and a stream of its own, for timing. It may be freed before others."""
-        run()
-        return CudaGraph(run, None, torch.cuda.Stream(self.device))
-
     def upload(self, host: Tensor, to: Tensor) -> None:
         """Queue `Backend.upload`. The host waits unless the copy is pinned and non-blocking, both."""
         to.copy_(host.pin_memory() if self.on_gpu else host, non_blocking=self.on_gpu)

@@ -2,8 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,12 +13,12 @@ from app.check.operators import Extent
 from app.engine.cuda import gated_delta
 from app.engine.cuda.backend import CudaBackend
 from app.engine.device.base import GatedDeltaStep
-from tools.lab import cuda_attention
 from tools.report import command
 from tools.report import section as report_section
 from tools.report.operators import compared, of_graphs, of_torch
-from tools.report.part import Result
+from tools.report.part import Options, Result
 from tools.report.roofline import Chip
+from tools.report.sections import SECTIONS
 
 torch.set_num_threads(1)
 
@@ -63,12 +61,12 @@ def test_every_section_has_its_parts_with_the_options_of_the_command(monkeypatch
     found = {}
     for name, section in command.sections(options).items():
         assert section.command[-2] == name
-        given = command.Options(**json.loads(section.command[-1]))
+        given = Options(**json.loads(section.command[-1]))
         assert report_section.chip(given) == f"a GPU, {options.index}"
-        found[name] = [part.name for part in report_section.parts(name, given, 60.0)]
+        found[name] = [part.name for part in SECTIONS[given.kind][name].make(given, 60.0)]
     assert set(chosen) == {options.index} and options.index == (1 if device == "cuda:1" else 0)
     assert found["speeds"] == [f"{way} at {n}" for way in ("plain", "full blocks", "auto") for n in (1, 8)]
-    assert found["attention"] == ["1 x 1", "1 x 16", "32 x 1", "32 x 16"] and len(found["prefill"]) == 4
+    assert found["profile"] == [f"{way} at {n}" for way in ("plain", "width 8", "width 16") for n in (1, 8)]
     assert len(found["operators"]) > 30 and len(found["equality"]) == 11
     assert {"copy", "matmul"} < set(found["roofline"])
     assert len(found["operators"]) == len(set(found["operators"]))
@@ -117,21 +115,3 @@ def test_a_kernel_that_cannot_be_timed_is_checked_all_the_same_and_has_failed(ba
     found = compared(backend, operators.cases(SIZES)["rms_norm"], SIZES.past, fail)
     assert found["error"]["says"] == "RuntimeError: out of graphs" and not found["passed"]
     assert found["cases"][0]["passed"] and found["cases"][0]["relative"] < 1e-2
-
-
-def test_a_launch_that_triton_refuses_is_a_row_among_the_others(backend: CudaBackend) -> None:
-    class OutOfResources(Exception):
-        """As Triton's own: no RuntimeError."""
-
-    def refuses(run: Any) -> float:
-        if run.args[-1].warps == 8:
-            raise OutOfResources("shared memory")
-        return 1e-6
-
-    part, _ = cuda_attention.launches_of(
-        lambda: backend, "qwen3-8b", replace(SIZES, batches=(1,)), 20, lambda backend: refuses
-    )
-    found = part.run()
-    assert {row["failed"] for row in found["cases"] if "failed" in row} == {"OutOfResources: shared memory"}
-    assert len([row for row in found["cases"] if "us" in row]) >= 5
-    assert "passed" not in found and found["error"]["says"] == "OutOfResources: shared memory"

@@ -1,7 +1,7 @@
 """Captures ask torch.cuda for the right things. A stand-in takes its place, because there is no GPU here."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from app.engine.cuda.backend import CudaBackend
 from app.engine.device.factory import make_backend
 from app.engine.device.torch import RerunGraph
 from app.engine.errors import UnsupportedError
-from tools.report.timing import CALLS, seconds_in_a_graph
+from tools.report import timing
 
 CPU = torch.device("cpu")
 
@@ -39,13 +39,6 @@ def said(cudnn: list[bool], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         def replay(self) -> None:
             said.append("replay")
 
-    class Event:
-        def __init__(self, enable_timing: bool) -> None: ...
-        def record(self) -> None: ...
-        def synchronize(self) -> None: ...
-        def elapsed_time(self, end: object) -> float:
-            return 40.0
-
     @contextmanager
     def graph(graph: Recorded, pool: str | None, stream: str, capture_error_mode: str) -> Iterator[None]:
         if pool is not None:
@@ -57,7 +50,6 @@ def said(cudnn: list[bool], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     numbers = {-1: count(1), 0: count(1)}
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
     monkeypatch.setattr(
@@ -94,9 +86,17 @@ def test_every_backend_captures_on_a_stream_of_its_own(said: list[Any], backend:
     assert [stream[:8] for stream in streams] == ["stream 1", "stream 2", "stream 1"] and len(graphs) == 3
 
 
-def test_every_timing_has_a_pool_of_its_own_for_its_graph_ends_with_it(said: list[Any], backend: CudaBackend) -> None:
+def test_every_timing_has_a_pool_of_its_own_for_its_graph_ends_with_it(
+    said: list[Any], backend: CudaBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seconds_each(backend: CudaBackend, replay: Callable[[], None], calls: int, repeats: int) -> float:
+        replay()
+        return 0.04
+
+    monkeypatch.setattr(timing, "seconds_each", seconds_each)
     for _ in range(2):
-        assert seconds_in_a_graph(backend, lambda: run(said, "a")) == pytest.approx(40e-3 / CALLS)
+        assert timing.seconds_in_a_graph(backend, lambda: run(said, "a")) == pytest.approx(0.04 / timing.CALLS)
+    assert said.count("replay") == 2
     assert [event[1:] for event in said if event[0] == "begin"] == [
         (None, f"stream {number} of priority 0") for number in (1, 2)
     ], "the end of one frees the workspace that cuBLAS has for its stream, and streams are handed out again"

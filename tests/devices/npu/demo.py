@@ -1,10 +1,16 @@
 """The demo pair on "npu:0" and on the CPU: held-out prompts, engines, and what their runs are compared by."""
 
+from typing import Any
+
 from app import demo
-from tools.report.engine import Run, gap, requests, run
-from tools.report.engine import demo_engine as engine
+from app.engine.core import EngineCore
+from tools.report.engine import Run, demo_engine, gap, requests, run
 
 __all__ = ["Run", "engine", "gap", "prompts", "requests", "run"]
+
+
+def engine(device: str, dtype: str = "float32", **config: Any) -> EngineCore:
+    return demo_engine(device, dtype, **config).core
 
 
 def prompts(count: int) -> list[tuple[int, ...]]:
