@@ -1,6 +1,6 @@
 """The promise of `--verify auto` on whole loads, replayed without a clock or a model, so that every figure is exact.
 
-Requests with the prompts and answers of the demo pair come as in `python -m tools.lab widths`: the next one when one
+Requests with the prompts and answers of the demo pair come as in a closed loop: the next one when one
 has ended. The acceptance of drafts is recorded at every token, so any choice can be replayed. Step times are a table.
 Time that is reported to the policy is noisy, time that is counted is not. The policy goes from load to load, as an
 engine does, and a load is run once before it counts. `python -m tests.exhaustive.test_policy_loads` prints all cells.

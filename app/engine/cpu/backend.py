@@ -40,7 +40,7 @@ _BLOCK_ROWS = 512
 """Rows of a weight that a thread writes at once, few enough for the processor's caches."""
 _SMALL_LAYER = 1 << 19
 """Numbers of gate and up in a layer. With 3,000 to 147,000 bfloat16 takes up to 1.7 times as long in some steps,
-because norms convert numbers. With 786,000 it is faster in all (`python -m tools.lab dtypes`)."""
+because norms convert numbers. With 786,000 it is faster in all."""
 _SMALL_MODEL = 1 << 25
 """Parameters of target and draft. With fewer, PyTorch's threads gain nothing where another process answers requests."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -381,7 +381,7 @@ def test_a_flag_that_sets_nothing_takes_no_model(arguments: str, model: str) -> 
     ],
 )
 def test_help_and_settings_and_checkpoints_import_little(arguments: str, heavy: str, most: int) -> None:
-    """Imports take the time of help. `python -m tools.lab api --parts start` measures it."""
+    """Imports take the time of help."""
     code = (
         "import contextlib, sys\n"
         "before = set(sys.modules)\n"
