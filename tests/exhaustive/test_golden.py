@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer, DynamicCache
 
+from app import demo
 from tests.exhaustive.golden import made
 from tests.exhaustive.live import load_transformers
 from tests.fast.engine.feeder import SHAPES, random_checkpoint
 from tests.fast.engine.lossless import PLAIN_CASES, demo_folder, demo_prompts, lucky_subject
 from tests.fast.engine.reference import features, load_target, teacher_forced
 from tests.golden.transformers import golden
-from tools.demo_pair.corpus import DOMAINS, samples
 
 ROUNDING = 2e-5
 """Largest difference, as a share of the largest value."""
@@ -68,10 +68,10 @@ def test_its_texts_are_transformers(tmp_path: Path) -> None:
         assert list(subject.plain(case)) == golden().texts(subject, case)
 
 
-@pytest.mark.parametrize("domain", DOMAINS)
+@pytest.mark.parametrize("domain", demo.held_out())
 def test_prompts_of_the_demo_pair_are_those_of_its_tokenizer_in_transformers(domain: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo_folder("target"), local_files_only=True)
-    for sample, prompt in zip(samples(domain, "heldout", 0), demo_prompts(domain, 20, 8), strict=False):
-        text = tokenizer.apply_chat_template(sample.messages, tokenize=False, add_generation_prompt=True)
+    for asked, prompt in zip(demo.held_out()[domain], demo_prompts(domain, 20, 8), strict=False):
+        text = tokenizer.apply_chat_template(asked["messages"], tokenize=False, add_generation_prompt=True)
         assert list(prompt.token_ids) == tokenizer.encode(text, add_special_tokens=False)
         assert prompt.stop_token_ids == {tokenizer.eos_token_id}

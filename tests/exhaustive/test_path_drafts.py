@@ -1,6 +1,7 @@
 """Drafts of DFlash2 and DSpark for the demo's target keep hitting, and change no text.
 
-They are the demo's own draft with heads that were trained beside it, whose tensors alone are in the repository:
+They are the demo's own draft with heads that were trained for it, of which the repository has the tensors only. The
+trainer last stood in commit 8788056:
 
     python -m tools.demo_pair.train --stage draft --head dspark --start-from app/demo/checkpoint --drills 0 --minutes 9
 

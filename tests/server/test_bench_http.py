@@ -42,7 +42,7 @@ def test_two_servers_are_compared_by_turns_and_everything_is_written(
     results = json.loads((tmp_path / "results.json").read_text())
     assert len(results["requests"]) == 2 * 2 * 3 and not any(row["error"] for row in results["requests"])
     assert float(results["tables"]["acceptance"][0]["one"]) > 3
-    assert results["tables"]["accuracy"][0]["two same text"] == "100.0 %"
+    assert results["tables"]["same_text"][0]["two"] == "100.0 %"
 
 
 def test_a_page_gets_its_table_and_keeps_the_rest(server: OwnServer, tmp_path: Path) -> None:
@@ -124,28 +124,12 @@ def test_some_failed_requests_are_shown_and_end_with_1(
     assert "asked, 2 at once: 2 requests to" in (told := capsys.readouterr().out) and "HTTP 400" in told
 
 
-def test_eval_of_one_server_takes_both_ways_and_holds_it_to_an_acceptance_length(
-    server: OwnServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    load = ["--limit", "6", "--concurrency", "4", "--base-url", server.url]
-    assert main(["eval", *load, "--expect-acceptance", "30", "--out", str(tmp_path)]) == 1
-    told = capsys.readouterr().out
-    assert "| text | concurrency | dflash | plain | plain same text |" in told
-    assert ", not 30 (" in told and "does not heed" not in told
-    results = json.loads((tmp_path / "results.json").read_text())
-    length = results["tables"]["acceptance"][0]["dflash"]
-    assert "plain" not in results["tables"]["acceptance"][0]
-    assert main(["eval", *load, "--expect-acceptance", length]) == 0
-    assert f"within 3 % of {float(length):g}" in capsys.readouterr().out
-
-
-def test_eval_reads_gsm8k(server: OwnServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_published_evaluation_is_asked(server: OwnServer, tmp_path: Path) -> None:
     data = tmp_path / "gsm8k.jsonl"
     data.write_text('{"question": "What is 3 + 4?", "answer": "3 + 4 = <<3+4=7>>7\\n#### 7"}\n')
-    assert (
-        main(["eval", "--dataset", str(data), "--instruction", "", "--concurrency", "1", "--base-url", server.url]) == 0
-    )
-    assert "| gsm8k | 1 | 100.0 % | 100.0 % | 100.0 % | 1 | 0 | 0 |" in capsys.readouterr().out
+    load = ["--concurrency", "1", "--num-prompts", "1", "--max-rounds", "1", "--out", str(tmp_path)]
+    assert main(["--base-url", server.url, "--dataset", str(data), *load]) == 0
+    assert {row["dataset"] for row in json.loads((tmp_path / "results.json").read_text())["requests"]} == {"gsm8k"}
 
 
 @pytest.mark.parametrize(
@@ -161,8 +145,8 @@ def test_eval_reads_gsm8k(server: OwnServer, tmp_path: Path, capsys: pytest.Capt
         ("--serve-args=--port=1", 2, "--serve-args --port=1"),
         ("--compare plain --serve-args=--frobnicate", 1, "the server plain did not start: error: unknown flag"),
         ("--out /proc/x", 2, "--out /proc/x"),
-        ("eval --concurrency 1,2 --num-prompts 4,5,6", 2, "--num-prompts 4,5,6: there are 2 loads"),
-        ("eval --base-url http://a --serve-args=--x", 2, "give one of them"),
+        ("--concurrency 1,2 --num-prompts 4,5,6", 2, "--num-prompts 4,5,6: there are 2 loads"),
+        ("--base-url http://a --serve-args=--x", 2, "start our own"),
     ],
 )
 def test_mistakes_are_told_in_a_line(arguments: str, code: int, error: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,6 +172,7 @@ def test_mistakes_are_told_in_a_line(arguments: str, code: int, error: str, caps
         ("--len-spread 1", "--len-spread is of --input-len and --output-len"),
         ("--input-len 5 --len-spread 1,2,3", "not a number for prompts and one for answers"),
         ("--lengths alpaca", "invalid choice"),
+        ("eval", "unexpected argument eval"),
     ],
 )
 def test_flags_that_cannot_be_are_refused(arguments: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,11 +181,11 @@ def test_flags_that_cannot_be_are_refused(arguments: str, error: str, capsys: py
     assert caught.value.code == 2 and error in capsys.readouterr().err
 
 
-def test_help_lists_the_parts_and_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    assert "  eval " in capsys.readouterr().out
-    assert main(["nothing"]) == 2
-    assert "no part nothing" in capsys.readouterr().err
+@pytest.mark.parametrize("name", [[], ["http"], ["serve"]])
+def test_help_lists_the_flags_by_every_name(name: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([*name, "--help"])
+    assert "--base-url" in capsys.readouterr().out
 
 
 def test_a_spread_is_of_prompts_and_answers_or_one_of_each() -> None:
@@ -243,7 +228,7 @@ def test_signals_and_troubles_become_exit_codes(capsys: pytest.CaptureFixture[st
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_the_parts_over_http_load_no_torch() -> None:
-    code = "import sys, tools.bench.http, tools.bench.eval; print('torch' in sys.modules)"
+def test_the_bench_loads_no_torch() -> None:
+    code = "import sys, tools.bench.__main__; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "False"

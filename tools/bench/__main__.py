@@ -1,26 +1,13 @@
-"""`python -m tools.bench [PART] ...`; without a part it is `http`."""
+"""`python -m tools.bench`. The name of its only part, `http`, or vLLM's, `serve`, may come before the flags."""
 
 import sys
 from collections.abc import Sequence
 
-from tools.bench import eval, http, table
-from tools.parts import choose
-
-PARTS = {
-    "http": "servers compared over HTTP in interleaved rounds: the default part",
-    "eval": "accuracy and acceptance length with and without drafts, on published evaluations or the demo's problems",
-    "table": "accuracy, acceptance length and speed by tensor parallelism and concurrency, in one table",
-}
+from tools.bench import http
 
 
 def main(arguments: Sequence[str]) -> int:
-    if arguments[:1] == ["serve"]:  # vLLM's name
-        arguments = ["http", *arguments[1:]]
-    part = choose("tools.bench", PARTS, arguments, default="http")
-    if isinstance(part, int):
-        return part
-    modules = {"http": http, "eval": eval, "table": table}
-    return modules[part].main(arguments[1:] if arguments[:1] and arguments[0] in PARTS else arguments)
+    return http.main(arguments[1:] if arguments and arguments[0] in ("http", "serve") else arguments)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ from tools.bench.traffic import Load, Round
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Rounds by variant. `comparison` has their speeds and claims; without one the cell says nothing about speed."""
+    """Rounds by variant. `comparison` has their speeds and claims."""
 
     text: str
     load: Load
     prompts: Sequence[Prompt]
     rounds: Mapping[str, Sequence[Round]]
-    comparison: Comparison | None = None
+    comparison: Comparison
     warm_up_failures: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def asked(self, variant: str) -> Iterator[tuple[Prompt, Answer]]:
@@ -51,15 +51,6 @@ class Cell:
     def acceptance_length(self, variant: str) -> float | None:
         counts = self.drafting(variant)
         return counts.acceptance_length if counts else None
-
-    def accuracy(self, variant: str) -> float | None:
-        """Return the share of right answers; a failed request is wrong. None means that no prompt has a judge."""
-        judged = [
-            answer.error is None and prompt.judge(answer.text)
-            for prompt, answer in self.asked(variant)
-            if prompt.judge is not None
-        ]
-        return sum(judged) / len(judged) if judged else None
 
     def same_text(self, variant: str) -> float:
         """Return the share of answers that equal the first variant's in the same round, of those without an error."""

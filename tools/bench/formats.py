@@ -1,12 +1,9 @@
 """Prompts from entries of JSON: chats, texts, and the published evaluations, which are recognised by their fields."""
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-
-from tools.bench.judges import Judge, box_is, code_passes, final_number, letter_is, number_is
 
 BOXED = r"Please reason step by step, and put your final answer within \boxed{}."
 """Instruction after the questions of GSM8K and MATH-500 in DFlash's own evaluation, as are HumanEval's and Alpaca's."""
@@ -31,13 +28,12 @@ class Prompt:
     body: Mapping[str, Any]
     max_tokens: int | None = None
     exact: bool = False
-    judge: Judge | None = None
     follows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Entries with `fields`. `read` returns the prompts of one, whose questions an instruction follows."""
+    """Entries with `fields`. `read` returns the prompts of one, whose questions `instruction` follows."""
 
     name: str
     fields: tuple[str, ...]
@@ -48,16 +44,13 @@ class Format:
         return f"{self.name} ({', '.join(self.fields)})"
 
 
-def prompts_of(fields: object, instruction: str | None = None) -> list[Prompt]:
-    """Return the prompts of one entry, of which MT-Bench has two. `instruction` None means the evaluation's own one.
-
-    Raises ValueError.
-    """
+def prompts_of(fields: object) -> list[Prompt]:
+    """Return the prompts of one entry, of which MT-Bench has two. Raises ValueError."""
     if not isinstance(fields, dict):
         raise ValueError(f"an object is wanted, not {fields!r:.40}")
     for form in FORMATS:
         if all(name in fields for name in form.fields):
-            return form.read(fields, form.instruction if instruction is None else instruction)
+            return form.read(fields, form.instruction)
     raise ValueError(f"its fields ({', '.join(fields)}) are of no known format")
 
 
@@ -82,53 +75,30 @@ def _length(fields: Fields) -> int | None:
     return max_tokens
 
 
-def _question(fields: Fields, content: str, instruction: str, judge: Judge | None = None) -> Prompt:
+def _question(fields: Fields, content: str, instruction: str) -> Prompt:
     content = "\n".join(filter(None, (content, instruction)))
-    return Prompt({"messages": [{"role": "user", "content": content}]}, _length(fields), judge=judge)
+    return Prompt({"messages": [{"role": "user", "content": content}]}, _length(fields))
 
 
-def _gsm8k(fields: Fields, instruction: str) -> list[Prompt]:
-    number = final_number(_text(fields, "answer"))
-    if number is None:
-        raise ValueError("its answer has no number")
-    return [_question(fields, _text(fields, "question"), instruction, number_is(number))]
-
-
-def _math_500(fields: Fields, instruction: str) -> list[Prompt]:
-    return [_question(fields, _text(fields, "problem"), instruction, box_is(_text(fields, "answer")))]
+def _asked(fields: Fields, instruction: str, *, field: str) -> list[Prompt]:
+    return [_question(fields, _text(fields, field), instruction)]
 
 
 def _mmlu(fields: Fields, instruction: str) -> list[Prompt]:
-    choices = _texts(fields, "choices") or [str(fields[letter]) for letter in "ABCD" if letter in fields]
-    answer = fields["answer"]
-    letters = LETTERS[: len(choices)]
-    letter = letters[answer] if isinstance(answer, int) and answer in range(len(letters)) else str(answer).strip()
-    if letter not in list(letters):
-        raise ValueError(f"answer is {answer!r:.40}, not one of {len(choices)} choices")
-    listed = (f"{letter}. {choice}" for letter, choice in zip(letters, choices, strict=True))
-    content = "\n".join([_text(fields, "question"), *listed])
-    return [_question(fields, content, instruction, letter_is(letter))]
+    choices = _texts(fields, "choices") or [str(fields[letter]) for letter in "ABCD"]
+    if len(choices) > len(LETTERS):
+        raise ValueError(f"it has {len(choices)} choices, at most {len(LETTERS)} have letters")
+    listed = (f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False))
+    return [_question(fields, "\n".join([_text(fields, "question"), *listed]), instruction)]
 
 
 def _human_eval(fields: Fields, instruction: str) -> list[Prompt]:
-    start, test, name = (_text(fields, key) for key in ("prompt", "test", "entry_point"))
-    function = re.compile(rf"^def {re.escape(name)}\b", re.MULTILINE)
-    # An answer may leave out the imports and functions that come before the function, or begin with its body.
-    before = function.split(start)[0]
-
-    def program(code: str) -> list[str]:
-        return [before + "\n" + code if function.search(code) else start + code, test, f"check({name})"]
-
-    content = f"{HUMAN_EVAL}\n```python\n{start}\n```"
-    return [_question(fields, content, instruction, code_passes(program))]
+    return [_question(fields, f"{HUMAN_EVAL}\n```python\n{_text(fields, 'prompt')}\n```", instruction)]
 
 
 def _mbpp(fields: Fields, instruction: str, *, task: str) -> list[Prompt]:
-    tests = _texts(fields, "test_list")
-    setup = [*_texts(fields, "test_imports"), str(fields.get("test_setup_code") or "")]
-    content = f"{MBPP} {_text(fields, task)} Your code should pass these tests:\n\n" + "\n".join(tests)
-    judge = code_passes(lambda code: ["\n".join(setup), code, "\n".join(tests)])
-    return [_question(fields, content, instruction, judge)]
+    content = f"{MBPP} {_text(fields, task)} Your code should pass these tests:\n\n"
+    return [_question(fields, content + "\n".join(_texts(fields, "test_list")), instruction)]
 
 
 def _alpaca(fields: Fields, instruction: str) -> list[Prompt]:
@@ -156,10 +126,10 @@ FORMATS = (
     Format("HumanEval", ("task_id", "prompt", "test", "entry_point"), _human_eval, IN_A_BLOCK),
     Format("MBPP", ("text", "code", "test_list"), partial(_mbpp, task="text"), IN_A_BLOCK),
     Format("sanitised MBPP", ("prompt", "test_list"), partial(_mbpp, task="prompt"), IN_A_BLOCK),
-    Format("MATH-500", ("problem", "answer"), _math_500, BOXED),
+    Format("MATH-500", ("problem", "answer"), partial(_asked, field="problem"), BOXED),
     Format("MMLU", ("question", "choices", "answer"), _mmlu, LETTER),
     Format("MMLU", ("question", "A", "B", "C", "D", "answer"), _mmlu, LETTER),
-    Format("GSM8K", ("question", "answer"), _gsm8k, BOXED),
+    Format("GSM8K", ("question", "answer"), partial(_asked, field="question"), BOXED),
     Format("MT-Bench", ("question_id", "turns"), _mt_bench),
     Format("Alpaca", ("instruction", "output"), _alpaca),
     Format("a text", ("prompt",), _plain),

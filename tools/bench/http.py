@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         made.error("--dataset-name random wants --input-len or --output-len")
     if options.len_spread and not by_mean:
         made.error("--len-spread is of --input-len and --output-len")
-    return guarded(lambda: bench(options, f"python -m tools.bench http {shlex.join(arguments)}"))
+    return guarded(lambda: bench(options, f"python -m tools.bench {shlex.join(arguments)}"))
 
 
 def bench(options: argparse.Namespace, command: str) -> int:
@@ -61,7 +61,7 @@ def bench(options: argparse.Namespace, command: str) -> int:
             for load in wanted:
                 publication.cells.append(measure(runner, peers, dataset, load, options, console))
     cells = publication.cells
-    verdicts = {c.comparison.verdict(claim) for c in cells if c.comparison for claim in c.comparison.claims}
+    verdicts = {cell.comparison.verdict(claim) for cell in cells for claim in cell.comparison.claims}
     return int(publication.has_failures or (options.at_least is not None and not verdicts <= {"met"}))
 
 
@@ -182,7 +182,11 @@ def parser() -> argparse.ArgumentParser:
     add("--compare", type=listed, default=[], metavar="A,B", help=about)
     add("--block-sizes", type=counts, default=[], metavar="N,N", help="blocks of N rows, against plain")
     add = parser.add_argument_group("prompts").add_argument
-    add("--dataset", help="demo:DOMAIN,... or a file, like those of `eval` [default: demo:math]")
+    about = (
+        "demo:DOMAIN,..., or a .jsonl or .json file of texts, chats, or a published evaluation: GSM8K, MATH-500, MMLU, "
+        "HumanEval, MBPP, MT-Bench or Alpaca, recognised by its fields [default: demo:math]"
+    )
+    add("--dataset", help=about)
     add("--input-len", "--random-input-len", type=count, metavar="N", help="synthetic prompts of about N tokens")
     add("--output-len", "--random-output-len", type=count, metavar="N", help="and answers of N tokens, by ignore_eos")
     about = "vLLM's: `random` is --input-len and --output-len, and a file is --dataset"

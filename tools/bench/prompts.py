@@ -1,22 +1,17 @@
-"""Prompts of a bench: the demo's held-out ones, lines of a file, or synthetic text of given lengths."""
+"""Prompts of a bench: the demo's held-out ones, entries of a file, or synthetic text of given lengths."""
 
 import itertools
 import json
 import math
 import random
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
 
 from app import demo
 from app.config.error import ConfigError
 from tools.bench.formats import KNOWN, Prompt, prompts_of
-from tools.bench.judges import Judge, number_is
-from tools.bench.long_questions import long_question
 
-LONG = "gsm8k-long"
 MAX_OVER_MEAN = 8
 """Bound on a synthetic length, in means, because a log-normal tail has none."""
 SLACK = 16
@@ -25,11 +20,10 @@ SLACK = 16
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Prompts, of which `first(n)` returns n. They repeat after `size` prompts; None means that they never do."""
+    """Prompts, of which `first(n)` returns n. A short list repeats."""
 
     name: str
     first: Callable[[int], list[Prompt]]
-    size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,52 +41,25 @@ PRESETS = {"sharegpt": Lengths(230, 205, 1.2, 1.0)}
 names no spreads; these give as many short prompts and as long a tail."""
 
 
-def named(wish: str, seed: int, instruction: str | None = None) -> list[Dataset]:
-    """Return the datasets of `demo`, of `demo:math,copy`, of `gsm8k-long:IN,OUT`, or of a file.
+def named(wish: str, seed: int) -> list[Dataset]:
+    """Return the datasets of `demo`, of `demo:math,copy`, or of a file.
 
-    `instruction` follows the questions of the last two; None means the evaluation's own one. Seed 0 keeps the demo's
-    order; another seed shuffles it. Raises ConfigError.
+    Seed 0 keeps the demo's order; another seed shuffles it. Raises ConfigError.
     """
     kind, _, domains = wish.partition(":")
-    if kind == LONG:
-        return [_long(wish, domains, seed, instruction)]
     if kind != "demo":
-        return [from_file(Path(wish), instruction)]
+        return [from_file(Path(wish))]
     held_out = demo.held_out()
     datasets = []
     for domain in domains.split(",") if domains else held_out:
         if domain not in held_out:
             raise ConfigError(f"{wish}: the demo has no domain {domain!r}", f"its domains are {', '.join(held_out)}")
-        prompts = [
-            Prompt({"messages": prompt["messages"]}, judge=_judge(domain, prompt.get("answer")))
-            for prompt in held_out[domain]
-        ]
+        prompts = [Prompt({"messages": prompt["messages"]}) for prompt in held_out[domain]]
         datasets.append(_cycled(domain, random.Random(seed).sample(prompts, len(prompts)) if seed else prompts))
     return datasets
 
 
-def _long(wish: str, lengths: str, seed: int, instruction: str | None) -> Dataset:
-    """Return questions about as long as asked, to which answers may be as long as asked."""
-    found = re.fullmatch(r"([1-9]\d*),([1-9]\d*)", lengths)
-    if found is None:
-        raise ConfigError(f"{wish}: {LONG} needs the tokens of prompts and of answers", f"{LONG}:3500,1500")
-    input_len, output_len = map(int, found.groups())
-
-    def prompt(index: int) -> Prompt:
-        question, answer = long_question(input_len, random.Random(f"{seed}/{index}"))
-        (made,) = prompts_of({"question": question, "answer": f"{answer}", "max_tokens": output_len}, instruction)
-        return made
-
-    return Dataset(wish, lambda count: [prompt(index) for index in range(count)])
-
-
-def _judge(domain: str, answer: str | None) -> Judge | None:
-    if answer is None:
-        return None
-    return number_is(Decimal(answer)) if domain == "math" else lambda text: text.strip() == answer
-
-
-def from_file(path: Path, instruction: str | None = None) -> Dataset:
+def from_file(path: Path) -> Dataset:
     """Read a list of JSON, or an entry from each line. Raises ConfigError with the number of a wrong one."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -106,7 +73,7 @@ def from_file(path: Path, instruction: str | None = None) -> Dataset:
     for number, line in enumerate(lines, 1):
         try:
             if line.strip():
-                prompts += prompts_of(json.loads(line), instruction)
+                prompts += prompts_of(json.loads(line))
         except ValueError as error:
             reason = f"not JSON: {error}" if isinstance(error, json.JSONDecodeError) else error
             raise ConfigError(f"{path}, {kind} {number}: {reason}", KNOWN) from None
@@ -125,7 +92,7 @@ def _entries(path: Path, text: str) -> tuple[str, list[str]]:
 
 
 def _cycled(name: str, prompts: Sequence[Prompt]) -> Dataset:
-    return Dataset(name, lambda count: list(itertools.islice(itertools.cycle(prompts), count)), len(prompts))
+    return Dataset(name, lambda count: list(itertools.islice(itertools.cycle(prompts), count)))
 
 
 def synthetic(lengths: Lengths, tokens_per_word: float, seed: int, positions: int | None = None) -> Dataset:

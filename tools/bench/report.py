@@ -21,7 +21,6 @@ SPEED = (
     "The median of the rounds. A ratio is of paired rounds: its Hodges-Lehmann estimate and its 95 % interval "
     "(Wilcoxon's signed ranks)."
 )
-ONE_ROUND = "Of one round: an indication. `python -m tools.bench http` compares speeds, in interleaved rounds."
 ACCEPTANCE = (
     "Tokens of a request's step that verified drafts, the bonus included, from the server's counters; "
     "`-`: no such counters, or no drafts."
@@ -30,7 +29,7 @@ POSITIONS = (
     "How often the draft at this position of the block was accepted, of the times it was verified; where the server "
     "does not count these, of all steps with drafts."
 )
-ACCURACY = "Right answers of all that were asked for; `same text` is how many equal the first variant's."
+SAME_TEXT = "How many answers equal the first variant's in the same round, of those without an error."
 LATENCY = (
     "TTFT: time to first token, from sending to the first chunk; connections are new in every round. "
     "TPOT: per output token after the first, (last - first) / (tokens - 1) of a request. "
@@ -82,10 +81,7 @@ class Publication:
 
 def tables(cells: Sequence[Cell], limits: Mapping[str, float]) -> list[Table]:
     """Return the tables that have rows. `limits` are goodput's, in seconds."""
-    timed = [cell for cell in cells if cell.comparison is not None]
-    played_once = [cell for cell in cells if cell.comparison is None]
     drafting = [name for name in _variants(cells) if any(cell.acceptance_length(name) for cell in cells)]
-    judged = [cell for cell in cells if any(cell.accuracy(name) is not None for name in cell.rounds)]
     kept = ", ".join(f"{kind.upper()} {1000 * limit:g} ms" for kind, limit in limits.items())
 
     def acceptance(cell: Cell) -> Row:
@@ -100,15 +96,15 @@ def tables(cells: Sequence[Cell], limits: Mapping[str, float]) -> list[Table]:
         return [_head(cell) | row(cell) for cell in cells]
 
     acceptances = by_cell(cells if drafting else (), acceptance)
-    latencies = [_head(cell) | _latency(cell, name) for cell in timed for name in cell.rounds]
+    latencies = [_head(cell) | _latency(cell, name) for cell in cells for name in cell.rounds]
+    compared = [cell for cell in cells if len(cell.rounds) > 1]
     found = [
-        Table("speed", "Output tokens per second", SPEED, by_cell(timed, _speed)),
-        Table("one_round", "Output tokens per second", ONE_ROUND, by_cell(played_once, _tokens_per_second)),
+        Table("speed", "Output tokens per second", SPEED, by_cell(cells, _speed)),
         Table("acceptance", "Mean acceptance length by batch size", ACCEPTANCE, acceptances),
         Table("positions", "Acceptance per position", POSITIONS, _positions(cells)),
-        Table("accuracy", "Accuracy", ACCURACY, by_cell(judged, _accuracy)),
+        Table("same_text", "Same text", SAME_TEXT, by_cell(compared, _same_text)),
         Table("latency", "Latency in ms, p50 / p90 / p99", LATENCY, latencies),
-        Table("goodput", "Goodput", GOODPUT.format(kept), by_cell(timed if limits else (), goodput)),
+        Table("goodput", "Goodput", GOODPUT.format(kept), by_cell(cells if limits else (), goodput)),
     ]
     return [table for table in found if table.rows]
 
@@ -121,13 +117,8 @@ def _head(cell: Cell) -> Row:
     return {"text": cell.text, cell.load.kind: cell.load.label}
 
 
-def _tokens_per_second(cell: Cell) -> Row:
-    return {f"{name} tok/s": f"{cell.speed(name):.0f}" for name in cell.rounds}
-
-
 def _speed(cell: Cell) -> Row:
-    row = _tokens_per_second(cell)
-    assert cell.comparison is not None
+    row: Row = {f"{name} tok/s": f"{cell.speed(name):.0f}" for name in cell.rounds}
     for claim in cell.comparison.claims:
         verdict = cell.comparison.verdict(claim).removeprefix("measured")
         row[f"{claim.variant} / {claim.against}"] = f"{cell.comparison.ratio(claim)} {verdict}".rstrip()
@@ -150,12 +141,8 @@ def _positions(cells: Sequence[Cell]) -> list[Row]:
     ]
 
 
-def _accuracy(cell: Cell) -> Row:
-    shares = {name: cell.accuracy(name) for name in cell.rounds}
-    row: Row = {name: "-" if share is None else f"{100 * share:.1f} %" for name, share in shares.items()}
-    row |= {f"{name} same text": f"{100 * cell.same_text(name):.1f} %" for name in list(cell.rounds)[1:]}
-    cut = sum(answer.finish_reason == "length" for name in cell.rounds for answer in cell.answers(name))
-    return row | {"prompts": len(cell.prompts), "cut at max_tokens": cut, "failed": cell.num_failures}
+def _same_text(cell: Cell) -> Row:
+    return {name: f"{100 * cell.same_text(name):.1f} %" for name in list(cell.rounds)[1:]}
 
 
 def _latency(cell: Cell, variant: str) -> Row:
@@ -190,7 +177,7 @@ def notes(cells: Sequence[Cell]) -> list[str]:
             exact = [(prompt, answer) for prompt, answer in cell.asked(name) if prompt.exact and answer.error is None]
             if short := sum(answer.tokens < (prompt.max_tokens or 0) for prompt, answer in exact):
                 found.append(f"{where}: {short} answers of {name} are shorter than asked: it ignores ignore_eos")
-    verdicts = Counter(c.comparison.verdict(claim) for c in cells if c.comparison for claim in c.comparison.claims)
+    verdicts = Counter(c.comparison.verdict(claim) for c in cells for claim in c.comparison.claims)
     if unknown := verdicts["inconclusive"]:
         ratios = f"{unknown} of {verdicts.total()} ratios are inconclusive"
         found.append(f"{ratios}: raise --max-rounds, or allow more --tight")
@@ -220,13 +207,12 @@ def as_json(cells: Sequence[Cell], shown: Sequence[Table], **about: Any) -> dict
 
 def _requests(cell: Cell, variant: str) -> Iterator[Row]:
     """Yield every request, whose `text` is the answer's. `chunks` and `last` are seconds after it was sent."""
-    for index, (prompt, answer) in enumerate(cell.asked(variant)):
+    for index, (_, answer) in enumerate(cell.asked(variant)):
         number, place = divmod(index, len(cell.prompts))
-        right = None if prompt.judge is None else answer.error is None and prompt.judge(answer.text)
         yield (
             _head(cell)
             | {"dataset": cell.text, "variant": variant, "round": number, "prompt": place}
             | asdict(answer)
             | {"chunks": [round(moment - answer.sent, 6) for moment in answer.chunks]}
-            | {"last": round(answer.e2el, 6), "right": right}
+            | {"last": round(answer.e2el, 6)}
         )

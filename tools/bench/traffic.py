@@ -125,13 +125,10 @@ def continued(before: Prompt, answer: Answer, prompt: Prompt) -> Prompt:
     return replace(prompt, body={"messages": [*before.body["messages"], said, *prompt.body["messages"]]})
 
 
-async def run_round(
-    server: Server, prompts: Sequence[Prompt], load: Load, done: Callable[[], None] = lambda: None
-) -> Round:
+async def run_round(server: Server, prompts: Sequence[Prompt], load: Load) -> Round:
     """Send every prompt once over new connections, because a server may close those of the last round.
 
-    The prompts of a conversation are sent one after another, and count as one request of the load. `done` is called
-    after each answer.
+    The prompts of a conversation are sent one after another, and count as one request of the load.
     """
     talks = conversations(prompts)
     async with server.connect(load.timeout) as http:
@@ -146,7 +143,6 @@ async def run_round(
                     answers.append(Answer(now, last=now, error="the previous turn failed"))
                 else:
                     answers.append(await ask(http, server, asked, load.fields(index)))
-                done()
             return answers
 
         before = await drafting(http)

@@ -1,4 +1,4 @@
-"""The loop both trainings share: schedule, batches made beside it, checkpoints to resume from, a progress bar."""
+"""The training loop of target and draft: learning rates, workers, checkpoints to resume from, a progress bar."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from tools.demo_pair.losses import Batch
 from tools.demo_pair.muon import optimizers
-from tools.demo_pair.rows import Batch
 
 
 @dataclass(frozen=True)
@@ -35,25 +34,6 @@ class Plan:
     def factor(self, step: int, spent: float) -> float:
         left = 1 - max(step / self.steps, spent / self.seconds)
         return min(1.0, (step + 1) / self.warm_up, max(left / self.decay, 0.01))
-
-
-class Producers(IterableDataset[Batch]):
-    """Batches from `batches_from(producer)`, made by other processes."""
-
-    def __init__(self, batches_from: Callable[[int], Iterator[Batch]]) -> None:
-        self._batches_from = batches_from
-
-    def __iter__(self) -> Iterator[Batch]:
-        torch.set_default_device("cpu")
-        info = get_worker_info()
-        return self._batches_from(info.id if info else 0)
-
-
-def beside(batches_from: Callable[[int], Iterator[Batch]], count: int) -> Iterator[Batch]:
-    """Yield the batches of `count` producers, each from a process of its own, or from this one if `count` is 0."""
-    if not count:
-        return batches_from(0)
-    return iter(DataLoader(Producers(batches_from), batch_size=None, num_workers=count, prefetch_factor=8))
 
 
 def train(
@@ -115,11 +95,6 @@ def num_workers() -> int:
 
 def worker() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def wait_for_workers() -> None:
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def _agreed(seconds: float) -> float:

@@ -1,15 +1,31 @@
-"""The two losses: next token for the target, whole blocks for the draft."""
+"""Training rows and the two losses over them: next token for the target, whole blocks for the draft."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tools.demo_pair.model import Draft, Target
-from tools.demo_pair.rows import Batch
 
 TOKENS_PER_ANCHOR = 16
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`ids` `[B, T]` int64; `supervised` `[B, T]` bool: the token is part of an answer, or the end mark after one.
+
+    `positions` `[T]` int64 are 0, 1, ... unless given.
+    """
+
+    ids: Tensor
+    supervised: Tensor
+    positions: Tensor | None = None
+
+    def to(self, device: torch.device) -> "Batch":
+        positions = None if self.positions is None else self.positions.to(device)
+        return Batch(self.ids.to(device), self.supervised.to(device), positions)
 
 
 def target_loss(target: Target, batch: Batch) -> Tensor:
@@ -33,7 +49,7 @@ def draft_loss(
 
     Weights are `exp(-(k-1) / gamma)` (DFlash, arXiv 2602.06036).
 
-    A row counts while the corpus is what the target itself would have written: from the anchor on, every token up to
+    A row counts while the text is what the target itself would have written: from the anchor on, every token up to
     and including the row's own is the target's argmax. Anchors are drawn where that holds for at least one row.
     """
     with torch.no_grad():

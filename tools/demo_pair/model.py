@@ -1,4 +1,4 @@
-"""The demo pair as trained: a Qwen3 target and its DFlash draft, with parameters named as in the published files.
+"""A Qwen3 target and its DFlash draft as trained, with parameters named as in the published files.
 
 Attention is written out as matmul, softmax, matmul: on a CPU its backward pass is several times faster than SDPA's.
 Everything is fp32: without AMX, bf16 is no faster on a CPU.
@@ -287,9 +287,10 @@ class Draft(nn.Module):
 
     def pairs(self, hidden: Tensor, before: Tensor) -> Tensor | float:
         """Return the scores `[N, V]` that tokens have after those `before` theirs `[N]`, or 0 without such a head."""
-        for name in ("candidate_selector", "markov_head"):
-            if name in self._modules:
-                return self._modules[name](hidden, before)
+        if self.shape.head == "dflash2":
+            return self.candidate_selector(hidden, before)
+        if self.shape.head == "dspark":
+            return self.markov_head(hidden, before)
         return 0.0
 
     def forward(

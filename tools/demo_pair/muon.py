@@ -4,6 +4,7 @@ Keller Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024.
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ def orthogonal(update: Tensor, steps: int = 5) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Optimizer that stacks matrices of the same shape and steps them together."""
 
-    def __init__(self, matrices: list[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
+    def __init__(self, matrices: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -36,7 +37,7 @@ class Muon(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     by_shape[parameter.shape].append(parameter)
             for shape, parameters in by_shape.items():
-                gradients = [p.grad for p in parameters]
+                gradients = [p.grad for p in parameters if p.grad is not None]
                 buffers = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in parameters]
                 torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
                 nesterov = torch._foreach_lerp(gradients, buffers, group["momentum"])

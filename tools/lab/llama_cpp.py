@@ -116,7 +116,7 @@ def dataset(pair: Pair) -> Dataset:
         for prompt in demo.held_out()[DOMAIN]
         if "token_ids" in prompt
     ]
-    return Dataset(DOMAIN, lambda number: list(itertools.islice(itertools.cycle(prompts), number)), len(prompts))
+    return Dataset(DOMAIN, lambda number: list(itertools.islice(itertools.cycle(prompts), number)))
 
 
 def resident(pid: int) -> float:
@@ -129,7 +129,6 @@ def resident(pid: int) -> float:
 
 def row(name: str, way: str, cell: Cell, megabytes: dict[str, float]) -> Row:
     """Return the figures of both servers."""
-    assert cell.comparison is not None
     (claim,) = cell.comparison.claims
     lengths = {server: cell.acceptance_length(server) for server in (THEIRS, OURS)}
     return {

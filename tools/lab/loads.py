@@ -31,7 +31,8 @@ def requests(load: str, count: int, temperature: float = 0.0) -> list[Request]:
 
 @cache
 def _token_ids(domain: str, index: int) -> tuple[int, ...]:
-    text = _tokenizer().chat_template.render(demo.held_out()[domain][index]["messages"])
+    prompts = demo.held_out()[domain]
+    text = _tokenizer().chat_template.render(prompts[index % len(prompts)]["messages"])
     return tuple(_tokenizer().encode(text, add_special_tokens=False))
 
 

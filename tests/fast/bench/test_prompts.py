@@ -1,8 +1,6 @@
-"""Prompts are the demo's problems, lines of files or made-up texts. Judges find the right answers."""
+"""Prompts are the demo's held-out ones, lines of files or made-up texts."""
 
-import itertools
 import json
-from decimal import Decimal
 from pathlib import Path
 from statistics import mean, median, quantiles
 
@@ -11,11 +9,7 @@ import pytest
 from app import demo
 from app.config.error import ConfigError
 from tools.bench.formats import BOXED, Prompt
-from tools.bench.judges import final_number
 from tools.bench.prompts import PRESETS, Lengths, from_file, named, synthetic
-from tools.demo_pair import prompts as demo_prompts
-from tools.demo_pair.corpus import is_right, samples
-from tools.demo_pair.corpus.math import final_number as last_number
 
 
 def file_of(folder: Path, *lines: object) -> Path:
@@ -24,14 +18,11 @@ def file_of(folder: Path, *lines: object) -> Path:
     return path
 
 
-def test_the_demos_prompts_are_held_out_ones_with_their_judge() -> None:
-    for domain in ("math", "code", "copy"):
-        (dataset,) = named(f"demo:{domain}", seed=0)
-        for asked, sample in zip(dataset.first(5), samples(domain, "heldout", 0), strict=False):
-            assert asked.body == {"messages": sample.messages}
-            assert asked.judge is not None and asked.judge(sample.answer) and not asked.judge("#### -777")
-    (prose,) = named("demo:prose", seed=0)
-    assert prose.first(1)[0].judge is None
+def test_the_demos_prompts_are_its_held_out_ones() -> None:
+    (dataset,) = named("demo:math", seed=0)
+    assert [asked.body for asked in dataset.first(200)] == [
+        {"messages": prompt["messages"]} for prompt in demo.held_out()["math"]
+    ]
     assert [dataset.name for dataset in named("demo", 0)] == ["math", "prose", "code", "copy", "jumble", "talk"]
 
 
@@ -40,11 +31,6 @@ def test_a_seed_orders_the_same_prompts_anew() -> None:
         return [json.dumps(prompt.body) for prompt in named("demo:prose", seed)[0].first(200)]
 
     assert asked(3) == asked(3) != asked(0) and sorted(asked(3)) == sorted(asked(0))
-
-
-def test_the_shipped_prompts_are_what_the_corpus_and_the_tokenizer_make() -> None:
-    assert demo.PROMPTS.read_text() == demo_prompts.contents()
-    assert demo.PROMPTS.stat().st_size < 300_000
 
 
 def test_token_ids_are_of_all_domains_in_turn() -> None:
@@ -72,14 +58,13 @@ def test_every_kind_of_line_becomes_a_prompt(tmp_path: Path) -> None:
     once, chat, shared, problem = from_file(path).first(4)
     assert (once.body, once.max_tokens) == ({"prompt": "once"}, 5)
     assert chat.body == {"messages": [system, user]}
-    assert shared.body == {"messages": [user]} and shared.judge is None
+    assert shared.body == {"messages": [user]}
     assert problem.body == {"messages": [{"role": "user", "content": f"What is 2 + 3?\n{BOXED}"}]}
-    assert problem.judge is not None and problem.judge(r"It is \boxed{5.00}.") and not problem.judge("5 and then 6")
 
 
 def test_a_short_file_comes_round_again(tmp_path: Path) -> None:
     dataset = from_file(file_of(tmp_path, {"prompt": "a"}, {"prompt": "b"}))
-    assert dataset.size == 2 and [p.body["prompt"] for p in dataset.first(5)] == ["a", "b", "a", "b", "a"]
+    assert [p.body["prompt"] for p in dataset.first(5)] == ["a", "b", "a", "b", "a"]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +78,6 @@ def test_a_short_file_comes_round_again(tmp_path: Path) -> None:
         ('{"messages": [{"role": "system", "content": "x"}]}', "line 2: messages has no user's turn"),
         ('{"conversations": [{"from": "human"}]}', "line 2: in conversations a turn has from 'human' and value None"),
         ('{"prompt": "x", "max_tokens": 0}', "line 2: max_tokens is 0"),
-        ('{"question": "x", "answer": "none"}', "line 2: its answer has no number"),
     ],
 )
 def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: str, complaint: str) -> None:
@@ -149,53 +133,3 @@ def test_drawn_lengths_fit_the_models_positions_and_named_ones_are_left_to_the_s
         assert max(asked) == positions // 2 and min(answered) >= 1
         assert all(1.25 * n + m <= positions for n, m in zip(asked, answered, strict=True))
     assert lengths_of(synthetic(Lengths(900, 300), 1.0, seed=0, positions=1024).first(1)) == ([900], [300])
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("She has 16 - 3 - 4 = 9 eggs left.\nShe makes 9 * 2 = $18.\n#### 18", "18"),
-        ("#### 1,234", "1234"),
-        ("#### -7", "-7"),
-        ("#### $18.00", "18"),
-        ("**#### 42**", "42"),
-        ("First #### 3, no: #### 4", "4"),
-        (r"So the total is $\boxed{18}$.", "18"),
-        (r"\boxed{\$1{,}080.50} in 2 weeks", "1080.5"),
-        (r"\[ \boxed{18 \text{ dollars}} \] since 9 * 2 = 18, as 3 eggs", "18"),
-        (r"\boxed{3} is wrong; \boxed{5}", "5"),
-        ("The answer is 18. Note that 3 eggs are eaten.", "18"),
-        ("The final answer is: **$70,000**.", "70000"),
-        ("the answer is 10 - 5 = 5 apples", "5"),
-        ("Answer: -3", "-3"),
-        ("The answer is 18. As a check, 3 * 3 = 9.", "18"),
-        (r"\boxed{18}, for 3 + 3 = 6", "18"),
-        (r"\boxed{9 \times 2 = \text{18}}", "18"),
-        ("The answer is 1.5 metres.", "1.5"),
-        ("Therefore, the answer is that Janet makes 18 dollars every day.", "18"),
-        ("There are 5 - 3 = 2 apples.", "2"),
-        ("It takes 2-3 = 1 hours", "1"),
-        ("Weng earned 0.2 x 50 = $<<0.2*50=10>>10.", "10"),
-        ("a profit of $70000.", "70000"),
-        ("costs -$5", "-5"),
-        ("a loss of \u22125", "-5"),
-        ("It is .5 of 3%", "3"),
-        ("1, 2, 3", "3"),
-        ("12,34", "34"),
-        ("<think>maybe 5, #### 5</think>It is 6", "6"),
-        ("10 trees in 2024", "2024"),
-    ],
-)
-def test_the_final_number_of_typical_completions(text: str, number: str) -> None:
-    assert final_number(text) == Decimal(number)
-
-
-@pytest.mark.parametrize("text", ["", "I do not know.", "#### none", r"\boxed{x}"])
-def test_a_text_without_numbers_has_no_answer(text: str) -> None:
-    assert final_number(text) is None
-
-
-def test_it_reads_the_demos_own_answers_as_the_demo_does() -> None:
-    for sample in itertools.islice(samples("math", "heldout", 0), 300):
-        assert final_number(sample.answer) == last_number(sample.answer)
-        assert is_right(sample, sample.answer)

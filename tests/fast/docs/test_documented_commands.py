@@ -1,7 +1,6 @@
 """Every command of the bench and of the laboratories that a page names is one that they take."""
 
 import argparse
-import importlib
 import re
 import shlex
 
@@ -10,7 +9,7 @@ import pytest
 from app.config.flags import parse_flags
 from app.config.sources import load_config
 from tests import ROOT
-from tools.bench.__main__ import PARTS
+from tools.bench import http
 from tools.bench.own_server import flags_of
 from tools.lab.__main__ import PARTS as LABS
 
@@ -33,11 +32,8 @@ def parsed(command: str) -> tuple[str, argparse.Namespace]:
     package = "tools.lab" if "tools.lab" in command else "tools.bench"
     words = shlex.split(command.partition(package)[2], comments=True)
     part, *arguments = words if words and not words[0].startswith("-") else ["http", *words]
-    if package == "tools.lab":
-        parser = LABS[part].parser()
-    else:
-        assert part in PARTS
-        parser = importlib.import_module(f"{package}.{part}").parser()
+    assert part in (LABS if package == "tools.lab" else ["http"])
+    parser = (LABS[part] if package == "tools.lab" else http).parser()
     return part, parser.parse_args([STANDS_FOR.get(argument, argument) for argument in arguments])
 
 

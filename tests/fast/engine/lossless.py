@@ -23,6 +23,7 @@ from typing import Any, Literal, cast
 
 import torch
 
+from app import demo
 from app.config.engine import EngineConfig
 from app.engine.checkpoint.files import DEMO
 from app.engine.cpu.backend import CpuBackend
@@ -35,7 +36,6 @@ from tests.fast.engine.device_lengths import device_lengths
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.pairs import make_pair
 from tests.fast.engine.reference import PLAIN, Sampling, Target, first_difference, load_target, margin, sampled
-from tools.demo_pair.corpus import DOMAINS, samples
 
 # Models this small gain nothing from a second thread, and lose a factor of ten when the other core is busy.
 torch.set_num_threads(1)
@@ -97,18 +97,18 @@ def random_prompts(vocab_size: int, count: int, seed: int = 0) -> list[Prompt]:
     ]
 
 
-def demo_prompts(domain: str, count: int, max_tokens: int, seed: int = 0) -> list[Prompt]:
-    """Held-out prompts of one domain of the demo pair's corpus, through its chat template, to the end of the answer."""
+def demo_prompts(domain: str, count: int, max_tokens: int) -> list[Prompt]:
+    """The demo pair's first held-out prompts of one domain, through its chat template, to the end of the answer."""
     tokenizer = _demo_tokenizer()
     return [
         Prompt(
             token_ids=tuple(
-                tokenizer.encode(tokenizer.chat_template.render(sample.messages), add_special_tokens=False)
+                tokenizer.encode(tokenizer.chat_template.render(prompt["messages"]), add_special_tokens=False)
             ),
             max_tokens=max_tokens,
             stop_token_ids=frozenset([_demo_eos()]),
         )
-        for sample in itertools.islice(samples(domain, "heldout", seed), count)
+        for prompt in demo.held_out()[domain][:count]
     ]
 
 
@@ -122,7 +122,7 @@ def demo_folder(what: Literal["target", "draft"]) -> Path:
     """A folder of the demo pair. Without it nothing is proved, so its absence is an error and no reason to skip."""
     folder = DEMO / what
     if not (folder / "model.safetensors").is_file():
-        raise FileNotFoundError(f"{folder / 'model.safetensors'} is missing: python -m tools.demo_pair.train makes it")
+        raise FileNotFoundError(f"{folder / 'model.safetensors'} is missing")
     return folder
 
 
@@ -510,11 +510,11 @@ def demo_subject(count: int, max_tokens: int, load: Callable[[Path], Target] = l
 
     None is longer than these, so a memory for one of them does not hold two.
     """
-    long = [prompt for prompt in demo_prompts("math", 2000, max_tokens, seed=1) if 104 < len(prompt.token_ids) <= 112]
-    share = -(-count // len(DOMAINS))
+    long = [prompt for prompt in demo_prompts("math", 200, max_tokens) if 104 < len(prompt.token_ids) <= 112]
+    share = -(-count // len(demo.held_out()))
     per_domain = [
         [prompt for prompt in demo_prompts(domain, 2 * share, max_tokens) if len(prompt.token_ids) <= 112][:share]
-        for domain in DOMAINS
+        for domain in demo.held_out()
     ]
     prompts = long[:2] + [prompt for turn in zip(*per_domain, strict=True) for prompt in turn]
     return Subject("demo", demo_folder("target"), demo_folder("draft"), prompts[:count], load)

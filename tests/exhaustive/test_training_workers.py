@@ -1,4 +1,4 @@
-"""Two processes that train the demo pair together make one model: the one of their rows put together."""
+"""Two processes that train together make one model: the one of their rows put together."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from tools.demo_pair.loop import Plan, train, worker
-from tools.demo_pair.rows import Batch
+from tools.demo_pair.losses import Batch
 
 if len(sys.argv) > 2:
     dist.init_process_group("gloo")
