@@ -1,6 +1,5 @@
-"""The demo pair as data.
+"""The demo pair as data: its checkpoints and held-out prompts.
 
-`python -m tools.demo_pair.train` writes `checkpoint/`, and `python -m tools.demo_pair.prompts` writes `prompts.json`.
 The reader below needs only the standard library, because device reports run in bare images.
 """
 

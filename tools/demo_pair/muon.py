@@ -26,7 +26,9 @@ def orthogonal(update: Tensor, steps: int = 5) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Optimizer that stacks matrices of the same shape and steps them together."""
 
-    def __init__(self, matrices: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
+    def __init__(
+        self, matrices: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0
+    ) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()

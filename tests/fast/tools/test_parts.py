@@ -6,6 +6,7 @@ import pytest
 
 from tests import ROOT
 from tools.bench import http
+from tools.bench.__main__ import main as bench
 from tools.lab.__main__ import PARTS as LABS
 from tools.lab.__main__ import main as lab
 from tools.parts import ToolParser
@@ -50,5 +51,5 @@ def test_vllms_flags_of_its_bench_mean_ours(capsys: pytest.CaptureFixture[str]) 
     options = importlib.import_module("tools.bench.http").parser().parse_args([*command.split(), "--max-concurrency=2"])
     assert (options.input_len, options.output_len, options.concurrency, options.dataset) == (8, 4, [2], None)
     with pytest.raises(SystemExit):
-        main(["serve", "--dataset-name", "random"])
+        bench(["serve", "--dataset-name", "random"])
     assert "--dataset-name random wants --input-len or --output-len" in capsys.readouterr().err
