@@ -1,6 +1,7 @@
 """The demo pair as data: its checkpoints and held-out prompts.
 
-The reader below needs only the standard library, because device reports run in bare images.
+The models and the loop that trained it are in `tools/demo_pair`. The reader below needs only the standard library,
+because device reports run in bare images.
 """
 
 import json
