@@ -48,7 +48,7 @@ def test_a_missing_part_or_an_unknown_one_is_told_the_parts(capsys: pytest.Captu
 
 def test_vllms_flags_of_its_bench_mean_ours(capsys: pytest.CaptureFixture[str]) -> None:
     command = "--backend openai-chat --dataset-name random --random-input-len 8 --random-output-len 4"
-    options = importlib.import_module("tools.bench.http").parser().parse_args([*command.split(), "--max-concurrency=2"])
+    options = http.parser().parse_args([*command.split(), "--max-concurrency=2"])
     assert (options.input_len, options.output_len, options.concurrency, options.dataset) == (8, 4, [2], None)
     with pytest.raises(SystemExit):
         bench(["serve", "--dataset-name", "random"])
