@@ -1,4 +1,4 @@
-"""Paged attention in Triton, for a few query rows a sequence, under any mask. Only tokens inside the window are read.
+"""Paged attention in Triton, of blocks and of prompts, under any mask. Only tokens inside the window are read.
 
 The query heads of a KV head share one tile, so K and V are read once for all of them. The kernel reads all lengths on
 the device. The host decides only the shape of the launch, which follows from tensor shapes.

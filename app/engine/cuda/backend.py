@@ -1,6 +1,5 @@
 """Backend on CUDA GPUs: kernels in Triton and cuBLAS, and graphs. docs/cuda.md describes each kernel."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,17 +10,14 @@ from torch import Tensor
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.comm.comm import Comm, Meeting
 from app.engine.comm.device import DeviceComm
-from app.engine.cuda import experts, gated_delta, integers, prefill, products, rows
+from app.engine.cuda import experts, gated_delta, integers, products, rows
 from app.engine.cuda.attention import TILE_ROWS, Geometry, Heads, geometry, paged_attention
-from app.engine.cuda.prefill import Packed
 from app.engine.device import accelerator
 from app.engine.device.base import AttentionMask, AttentionMetadata, Defaults, Graph, LayerKv, Rotation
 from app.engine.device.moe import ExpertWeights, MoeConfig
 from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
 from app.engine.quantised import QuantisedWeight, Weight
-
-logger = logging.getLogger(__name__)
 
 DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS")
 """Parts of messages after which no other call of the process can use the device."""
@@ -34,11 +30,8 @@ MANY_ROWS = 256
 
 
 class CudaBackend(TorchBackend):
-    """Backend with kernels in Triton.
-
-    Groups of at most TILE_ROWS rows a sequence, on average, go through our attention, which reads all lengths on the
-    device. Prompts go through PyTorch's. On a CPU the kernels run in Triton's interpreter.
-    """
+    """Backend with kernels in Triton, whose attention reads all lengths on the device. On a CPU the kernels run in
+    Triton's interpreter."""
 
     quantised_dtypes = ("I8", "F8_E4M3")
     captures = True
@@ -50,12 +43,8 @@ class CudaBackend(TorchBackend):
         self.on_gpu = device.type == "cuda"
         if self.on_gpu:
             torch.cuda.set_device(device)
-            # On Hopper cuDNN's attention makes a plan for each new length, which takes 25 to 70 ms (docs/cuda.md).
-            torch.backends.cuda.enable_cudnn_sdp(False)
             self.defaults = Defaults(dtype=torch.bfloat16, page_size=16, max_num_seqs=256, max_blocks=64)
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if self.on_gpu else 4
-        self.packs_prompts = self.on_gpu
-        """True if `varlen_attn` reads prompts, which `check` tries."""
         self._graph_pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
         # PyTorch's default stream for captures is shared, and the end of another engine's graph frees the cuBLAS
         # workspace of that stream. Streams are handed out in turn from 32 of each priority, and timings take others.
@@ -71,9 +60,6 @@ class CudaBackend(TorchBackend):
         if block_size > TILE_ROWS:
             most = f"a GPU verifies {TILE_ROWS} at most; give --num-speculative-tokens {TILE_ROWS - 1}"
             raise UnsupportedError(f"a block of {block_size} rows: {most}")
-        if self.packs_prompts and (reason := prefill.why_not(self.device, dtype, head_dim)):
-            self.packs_prompts = False
-            logger.info("prompts go through attention with masks and not through varlen_attn: %s", reason)
 
     def check_ranks(self, size: int) -> None:
         if self.on_gpu:
@@ -82,27 +68,13 @@ class CudaBackend(TorchBackend):
     def join(self, meeting: Meeting) -> Comm:
         return DeviceComm(meeting, "cpu:gloo,cuda:nccl")
 
-    def pack_sinks(self, sinks: Tensor) -> Tensor:
-        self.packs_prompts = False  # `varlen_attn` has no sinks
-        return super().pack_sinks(sinks)
-
     def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> Any:
-        """Return None for our attention, else the plan of PyTorch's."""
-        if sum(meta.query_lens) <= TILE_ROWS * len(meta.query_lens):
-            return None
-        if self.packs_prompts and mask.causal and sum(meta.host_seq_lens) <= self.max_gathered_tokens:
-            return prefill.pack(meta, mask.window)
-        return super().plan_attention(meta, mask, group)
+        """Return None, because our attention plans nothing ahead."""
+        return None
 
     def attention(
         self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, sinks: Tensor | None = None
     ) -> Tensor:
-        plan = meta.plans[mask]
-        if isinstance(plan, Packed):
-            assert sinks is None
-            return prefill.attention(q_thd, kv, plan)
-        if plan is not None:
-            return super().attention(q_thd, kv, meta, mask, sinks)
         return paged_attention(q_thd, kv, meta, mask, self.geometry(q_thd, kv, meta), sinks)
 
     def geometry(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Geometry:

@@ -6,13 +6,10 @@ does not see add exact zeros. Norms and rotations are by row. The draft has the 
 target's bits decide a token.
 """
 
-from typing import Any
-
 from torch import Tensor
 
 from app.engine.cuda import products
 from app.engine.cuda.backend import CudaBackend
-from app.engine.device.base import AttentionMask, AttentionMetadata
 from app.engine.quantised import Weight
 
 
@@ -26,10 +23,6 @@ class InvariantCudaBackend(CudaBackend):
         weight = super().pack_weight(*parts)
         products.product_of(weight, self.multiprocessors)
         return weight
-
-    def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> Any:
-        """Return None, which is our attention."""
-        return None
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         return products.linear(x, weight, bias, self.multiprocessors)

@@ -166,17 +166,6 @@ def test_lengths_and_pages_are_read_when_the_kernel_runs(backend):
     torch.testing.assert_close(found.double(), case.expected, atol=2e-6, rtol=2e-6)
 
 
-def test_prompts_go_to_pytorchs_attention_and_verify_rows_never_do(backend):
-    for window in (None, 9):
-        case = Paged([TILE_ROWS + 1], [40], garbage=0.0, window=window)
-        plan = case.meta.plans[case.mask] = backend.plan_attention(case.meta, case.mask, 2)
-        assert plan is not None
-        found = backend.attention(case.q, case.kv, case.meta, case.mask)
-        torch.testing.assert_close(found.double(), case.expected, atol=2e-6, rtol=2e-6)
-    graph = Paged([1, 1, 17, 17], [1, 1, 17, 17])
-    assert backend.plan_attention(graph.meta, graph.mask, 2) is None
-
-
 def shape(query_lens: list[int]) -> Geometry:
     return geometry(query_lens, Heads(32, 8, 128), torch.bfloat16, multiprocessors=132)
 

@@ -22,15 +22,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def cudnn(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Return the switches of its attention."""
-    switched: list[bool] = []
-    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switched.append)
-    return switched
-
-
-@pytest.fixture
-def said(cudnn: list[bool], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def said(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Everything that happens, in order. A pool whose last graph is gone takes no more."""
     said: list[Any] = []
     captured: dict[str, WeakSet[Any]] = {}
@@ -122,11 +114,10 @@ def test_on_a_cpu_the_stretch_is_run_again(said: list[Any]) -> None:
     assert isinstance(graph, RerunGraph) and said == ["a"] and CudaBackend.captures
 
 
-def test_cuda_needs_triton_and_leaves_out_cudnns_attention(said, cudnn, monkeypatch):
+def test_cuda_needs_triton(said, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     made = make_backend("cuda:0")
     assert type(made) is CudaBackend and made.defaults.dtype == torch.bfloat16 and made.defaults.page_size == 16
-    assert cudnn == [False], "it plans for 25 to 70 ms at each new length of a prompt"
     monkeypatch.setitem(sys.modules, "app.engine.cuda.backend", None)  # as an import of Triton that fails
     with pytest.raises(UnsupportedError, match=r"--device cuda:0: Triton cannot be loaded: .*pip install triton"):
         make_backend("cuda:0")
