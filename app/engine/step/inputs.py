@@ -7,7 +7,7 @@ fields, so neither the copy between the two nor the message to other ranks knows
 from array import array
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Generic
+from typing import Generic, NamedTuple
 
 import numpy as np
 
@@ -21,98 +21,118 @@ from app.engine.step.sampling_rows import sampled_rows
 
 @dataclass(slots=True)
 class RowGroup(Generic[A]):
-    """R rows of S sequences that go through attention in one call, back to back. All arrays are int32.
-
-    Row r is of sequence `seq_ids[r]` [R]. `position_offsets` [S] is a sequence's first position less the number of its
-    first row, so a row's position is its number plus that. `query_start_loc` [S + 1] are the numbers of first rows, and
-    `seq_lens` [S] include the rows themselves. `page_table` is [S, P], padded with the scratch page 0. `query_lens` and
-    `host_seq_lens` are lengths on the host. `positions` and `slot_mapping` [R] are there if the device wants them.
-    Separate pages of the draft are in `draft_table`, each in its number's column modulo the width, or as `draft_slots`
-    [R] of a target's rows. A draft's `page_table` then begins with the first page held, and its `seq_lens` with it.
-    """
+    """R rows of S sequences that go through attention in one call, back to back. All arrays are int32."""
 
     seq_ids: A
+    """[R], each row's sequence."""
     position_offsets: A
+    """[S], a sequence's first position less the number of its first row. A row's position is its number plus that."""
     query_start_loc: A
+    """[S + 1], numbers of first rows."""
     seq_lens: A
+    """[S], tokens that a sequence's last row sees, itself included."""
     page_table: A
+    """[S, P], padded with the scratch page 0."""
     query_lens: list[int]
+    """Rows of each sequence, on the host."""
     host_seq_lens: list[int]
+    """`seq_lens` on the host. With a step in flight they are the least that may be."""
     positions: A | None = None
+    """[R], if the device wants them from the host."""
     slot_mapping: A | None = None
+    """[R], likewise."""
     draft_table: A | None = None
+    """[S, P], separate pages of the draft, each in the column of its number modulo P."""
     draft_slots: A | None = None
+    """[R], slots on separate pages of the draft, for a target's rows, in place of that table."""
 
 
 @dataclass(slots=True)
 class DraftInputs(Generic[A]):
-    """D blocks to draft, each from its anchor on. `prev_rows` [D] are as in TargetInputs. Requests have no padding."""
+    """D blocks to draft, each from its anchor on."""
 
     request_ids: list[str]
+    """Of blocks that are no padding."""
     anchors: A
+    """[D], token ids."""
     prev_rows: A
+    """[D], as in TargetInputs."""
     groups: list[RowGroup[A]]
+    """The blocks' rows. With separate pages its table and lengths begin at the first page that a block may see."""
 
 
 @dataclass(slots=True)
 class TargetInputs(Generic[A]):
-    """The target's T rows. `token_ids` [T] has 0 where a draft belongs. `token_source` [T] is where a row's token is:
-    among `token_ids` at its own number, or at T + its place in the flattened drafts.
-
-    `logits_indices` [R] are the rows whose next token is wanted. Sampled sequence i of S has the logit rows
-    `logits_start[i] ...`, one and then one per draft. `draft_index[i]` is its row in the drafts, 0 if it has none.
-    `prev_rows[i]` is its row in the result of the step in flight, which moves its anchor and its start, or -1. Without
-    padding there are `num_seqs`. The last sequence of a padded step is padding, and has no entry in `prev_rows`.
-    `recurrent` is there if the target is a hybrid.
-    """
+    """The target's T rows, of which S sequences get tokens from R logit rows."""
 
     token_ids: A
+    """[T], 0 where a draft belongs."""
     token_source: A
+    """[T], where a row's token is: at its own number in `token_ids`, or at T + its place in the flattened drafts."""
     logits_indices: A
+    """[R], rows whose next token is wanted."""
     logits_start: A
+    """[S], a sequence's first logit row, which is followed by one for each of its drafts."""
     num_drafts: A
+    """[S]"""
     draft_index: A
+    """[S], a sequence's row in the drafts, 0 if it has none."""
     prev_rows: A
+    """[S], a sequence's row in the result of the step in flight, which moves its anchor and start, or -1. A padded step
+    ends with a sequence of padding, which has no entry here."""
     groups: list[RowGroup[A]]
     num_seqs: int
+    """S without padding."""
     recurrent: RecurrentRows[A] | None = None
+    """The rows again, if the target is a hybrid."""
 
 
 @dataclass(slots=True)
 class StepInputs:
-    """One step as arrays. A runner gets nothing else, so it can be sent to another process.
-
-    `sampling` is empty if argmax is enough for all rows. Its token lists are those of the sequences themselves, so a
-    step is launched before the next commit. `plain_sequences` are the keys of the sequences of a step without drafts
-    and prefill, whose context KV may be pending, or None for another step. With `in_graph` the target is padded to one.
-    """
+    """One step as arrays. A runner gets nothing else, so it can be sent to another process."""
 
     target: TargetInputs[Ints]
     draft: DraftInputs[Ints] | None
     sampling: list[SamplingMetadata[Array]]
+    """Rows that need more than argmax. Token lists are those of the sequences themselves, so a step is launched before
+    the next commit."""
     plain_sequences: list[tuple[str, int, int]] | None
+    """Keys of the sequences of a step without drafts and prefill, whose context KV may be pending; else None."""
     in_graph: bool
+    """True if the target is padded to a graph."""
+
+
+class _DraftPages(NamedTuple):
+    """Separate pages of the draft that the rows of S sequences read and write."""
+
+    firsts: list[int]
+    """Number of the first page of each sequence."""
+    held: Ints
+    """[S, P], its pages from that one on."""
+    by_number: Ints
+    """[S, P], the same pages, each in the column of its number modulo P."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Arrangement of arrays that a runner reads.
-
-    Prefill chunks are a group of their own if `separate_prefill`. A draft's block has a row for each draft, and with a
-    `first_draft_row` of 1 the anchor's. `hybrid` targets get the slots of their recurrent state. Some devices get
-    `host_positions`, which are positions and slots. Decode steps, and short chunks that are no group of their own, are
-    padded to sizes of `graphs`, which may hold draws. Drafts are in the columns of a whole block. Padding rows lie on
-    the first pages, each in its own slot. A decoding sequence has `window_pages` separate pages of the draft, or none.
-    """
+    """Arrangement of arrays that a runner reads. Drafts are in the columns of a whole block. Padding rows lie on the
+    scratch pages, each in its own slot."""
 
     page_size: int
     separate_prefill: bool = True
+    """Prefill chunks are a group of their own."""
     first_draft_row: int = 1
+    """1 if a draft's block has the anchor's row too, 0 if it has one for each draft only."""
     hybrid: bool = False
+    """The target gets the slots of its recurrent state."""
     host_positions: bool = False
+    """The device wants positions and slots from the host."""
     graphs: GraphSizes | None = None
+    """Sizes that decode steps, and short chunks that are no group of their own, are padded to."""
     draws_in_graphs: bool = False
+    """Graphs draw tokens too."""
     window_pages: int = 0
+    """Separate pages of the draft for a decoding sequence, or 0 if it shares the target's."""
 
     def build(self, batch: Batch) -> StepInputs:
         """Return the arrays of a batch that is not empty."""
@@ -136,11 +156,12 @@ class Layout:
         rows = width - 1 + self.first_draft_row
         drafting = [share for share in batch.decodes if share.num_drafts]
         padding = [rows] * (blocks - len(drafting))
+        draft_pages = self._draft_pages(drafting, len(padding)) if self.window_pages else None
         return DraftInputs(
             request_ids=[share.seq.request.request_id for share in drafting],
             anchors=_filled([share.seq.token_ids[-1] for share in drafting], blocks),
             prev_rows=_filled([share.prev_row for share in drafting], blocks, -1),
-            groups=[self._group(drafting, [rows] * len(drafting), padding, pages, of_draft=True)],
+            groups=[self._group(drafting, [rows] * len(drafting), padding, pages, draft_pages)],
         )
 
     def target(self, batch: Batch, size: Size | None, draft_columns: int, pages: int = 0) -> TargetInputs[Ints]:
@@ -172,11 +193,13 @@ class Layout:
         if batch.prefills and not size:  # a graph chooses after every row
             logits_indices = _ranges(logits_start, [count + 1 for count in num_drafts])
             logits_start = [0, *accumulate(count + 1 for count in num_drafts)][:-1]
-        parts = (batch.decodes, batch.prefills) if self.separate_prefill and not size else (shares,)
+        parts = [batch.decodes, batch.prefills] if self.separate_prefill and not size else [shares]
+        parts = [part for part in parts if part or padding]
         places = entries + bool(size)
-        groups = [
-            self._group(part, [share.count for share in part], padding, pages) for part in parts if part or padding
-        ]
+        groups = [self._group(part, [share.count for share in part], padding, pages) for part in parts]
+        if self.window_pages:
+            for group, part in zip(groups, parts, strict=True):
+                self._add_draft_slots(group, self._draft_pages(part, len(padding)))
         return TargetInputs(
             token_ids=_filled(tokens, num_rows),
             token_source=token_source,
@@ -191,31 +214,28 @@ class Layout:
         )
 
     def _group(
-        self, shares: list[ScheduledSequence], counts: list[int], padding: list[int], pages: int, of_draft: bool = False
+        self,
+        shares: list[ScheduledSequence],
+        counts: list[int],
+        padding: list[int],
+        pages: int,
+        draft_pages: _DraftPages | None = None,
     ) -> RowGroup[Ints]:
-        """Return `counts[i]` rows from the start of `shares[i]` on, with pages for the greatest start they may have.
+        """Return `counts[i]` rows from the start of `shares[i]` on, with pages for the greatest start they may have:
+        the target's, or separate `draft_pages`, before the first of which nothing is seen.
 
         Sequences of `padding[i]` rows follow. Their rows lie one after another on the scratch pages, and each attends
         to as many tokens as it has rows, from the first scratch page on.
         """
         starts = [share.start for share in shares]
         seq_lens = [start + count for start, count in zip(starts, counts, strict=True)]
-        ends = [length + share.max_accepted for length, share in zip(seq_lens, shares, strict=True)]
-        scratch = -(-self.graphs.max_rows // self.page_size) if self.graphs else 0
-        width = max(pages, scratch, -(-max(ends, default=0) // self.page_size))
-        draft_table = None
-        if self.window_pages:
-            firsts = [share.seq.first_draft_page for share in shares]
-            held = [share.seq.draft_pages[first:] for first, share in zip(firsts, shares, strict=True)]
-            table = _table(held, len(padding), scratch, max(self.window_pages, scratch, *map(len, held)))
-            draft_table = table.copy()
-            for row, first in zip(draft_table, firsts, strict=False):
-                row[:] = np.roll(row, first)
-        if of_draft and draft_table is not None:
-            page_table, slot_table = table, draft_table
-            seq_lens = [n - first * self.page_size for n, first in zip(seq_lens, firsts, strict=True)]
+        if draft_pages:
+            page_table, slot_table = draft_pages.held, draft_pages.by_number
+            seq_lens = [n - first * self.page_size for n, first in zip(seq_lens, draft_pages.firsts, strict=True)]
         else:
-            page_table = slot_table = _table([share.seq.pages for share in shares], len(padding), scratch, width)
+            ends = [length + share.max_accepted for length, share in zip(seq_lens, shares, strict=True)]
+            width = max(pages, -(-max(ends, default=0) // self.page_size))
+            page_table = slot_table = self._table([share.seq.pages for share in shares], len(padding), width)
         if padding:
             starts += [0, *accumulate(padding[:-1])]
             counts, seq_lens = counts + padding, seq_lens + padding
@@ -225,15 +245,52 @@ class Layout:
         lens = np.array(seq_lens, dtype=np.int32)
         group: RowGroup[Ints] = RowGroup(seq_ids, offsets, query_start_loc, lens, page_table, counts, seq_lens)
         if self.host_positions:
-            group.positions = np.arange(len(seq_ids), dtype=np.int32) + offsets[seq_ids]
-            size = np.int32(self.page_size)
-            page, in_page = np.divmod(group.positions, size)
-            group.slot_mapping = slot_table[seq_ids, page % slot_table.shape[1]] * size + in_page
-            if draft_table is not None and not of_draft:
-                group.draft_slots = draft_table[seq_ids, page % draft_table.shape[1]] * size + in_page
-        else:
-            group.draft_table = draft_table
+            group.positions = positions = np.arange(len(seq_ids), dtype=np.int32) + offsets[seq_ids]
+            group.slot_mapping = self._slots(seq_ids, positions, slot_table)
+        elif draft_pages:
+            group.draft_table = slot_table
         return group
+
+    def _add_draft_slots(self, group: RowGroup[Ints], draft_pages: _DraftPages) -> None:
+        """Let the context KV of a target's rows be written to separate pages of the draft."""
+        if group.positions is not None:
+            group.draft_slots = self._slots(group.seq_ids, group.positions, draft_pages.by_number)
+        else:
+            group.draft_table = draft_pages.by_number
+
+    def _draft_pages(self, shares: list[ScheduledSequence], num_padding: int) -> _DraftPages:
+        """Return the draft's pages of decoding sequences, `window_pages` at most, and all those of prefilling ones.
+
+        After the last chunk of a prompt a sequence has the pages of the chunk too, until that step is committed. The
+        next one may be launched before. It has no use for them, and a graph's table has no room.
+        """
+        firsts = [
+            max(share.seq.first_draft_page, 0 if share.is_prefill else len(share.seq.draft_pages) - self.window_pages)
+            for share in shares
+        ]
+        held = [share.seq.draft_pages[first:] for first, share in zip(firsts, shares, strict=True)]
+        table = self._table(held, num_padding, max([self.window_pages, *map(len, held)]))
+        by_number = table.copy()
+        for row, first in zip(by_number, firsts, strict=False):
+            row[:] = np.roll(row, first)
+        return _DraftPages(firsts, table, by_number)
+
+    def _table(self, sequences: "list[array[int]]", num_padding: int, width: int) -> Ints:
+        """Return the page table of `sequences`, and of padding on the scratch pages, for which it is wide enough."""
+        scratch = -(-self.graphs.max_rows // self.page_size) if self.graphs else 0
+        table: Ints = np.zeros((len(sequences) + num_padding, max(width, scratch)), dtype=np.int32)
+        for row, pages in zip(table, sequences, strict=False):
+            own = np.frombuffer(pages, dtype=np.int32)[: len(row)]
+            row[: len(own)] = own
+        table[len(sequences) :, :scratch] = np.arange(scratch)
+        return table
+
+    def _slots(self, seq_ids: Ints, positions: Ints, table: Ints) -> Ints:
+        """Return the slots [R] of rows. Page p of a sequence is in column p % P of its `table` [S, P]."""
+        size = np.int32(self.page_size)
+        page, in_page = np.divmod(positions, size)
+        slots: Ints = table[seq_ids, page % table.shape[1]] * size + in_page
+        return slots
 
     def _recurrent(self, batch: Batch, group: RowGroup[Ints], size: Size | None) -> RecurrentRows[Ints]:
         """Return the rows of decoding sequences, which are the first `group`, and those of each chunk."""
@@ -260,16 +317,6 @@ def _filled(values: list[int], size: int, padding: int = 0) -> Ints:
     filled: Ints = np.full(size, padding, dtype=np.int32)
     filled[: len(values)] = values
     return filled
-
-
-def _table(sequences: "list[array[int]]", num_padding: int, scratch: int, width: int) -> Ints:
-    """Return the page table of `sequences`, and of padding on the scratch pages."""
-    table: Ints = np.zeros((len(sequences) + num_padding, width), dtype=np.int32)
-    for row, pages in zip(table, sequences, strict=False):
-        own = np.frombuffer(pages, dtype=np.int32)[:width]
-        row[: len(own)] = own
-    table[len(sequences) :, :scratch] = np.arange(scratch)
-    return table
 
 
 def _ranges(starts: list[int], counts: list[int]) -> Ints:

@@ -1,6 +1,7 @@
 """A draft whose layers all have windows has few, separate pages. Its drafts are those of one that keeps all KV."""
 
 import logging
+import random
 import re
 from array import array
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from tests import ROOT, UNTIMED
 from tests.fast.engine.device_lengths import device_lengths
 from tests.fast.engine.dialects import SLIDING, WINDOW, Dialect, as_dflash2
 from tests.fast.engine.drafted import drafted_by, requests_about_the_window, share_of_right_drafts
+from tests.fast.engine.launch_log import Log
 from tests.fast.engine.lossless import LUCKY, make_engine
 from tests.fast.engine.pairs import Pair
 from tests.fast.engine.thread_ranks import ThreadRanks
@@ -147,20 +149,48 @@ def test_the_text_is_that_without_a_draft_and_no_step_writes_what_others_have(tm
         with device_lengths():
             engine = engine_of(pair, enforce_eager=False, max_graphs=2, **wide)
         assert engine.core.overlap
-        launched: list[bool] = []
-        ahead = engine.core._launch_ahead
+        log, launch = Log(engine.core), engine.core.launch
 
-        def noted(batch: Any) -> None:
-            ahead(batch)
-            launched.append(engine.core._ahead is not None)
+        def checked(batch: Any) -> Any:
+            pending = launch(batch)
             check_pages(engine.core.scheduler)
+            return pending
 
-        engine.core._launch_ahead = noted  # type: ignore[method-assign]
-        assert engine.core.run(wanted) == plain and sum(launched) > 20
+        engine.core.launch = checked  # type: ignore[method-assign]
+        assert engine.core.run(wanted) == plain and len(log.overlapped) > 20
     else:
         engine = engine_of(pair, **wide)
         watch(engine)
         assert engine.core.run(wanted) == plain
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_steps_are_launched_ahead_of_prompts_longer_than_a_real_window(tmp_path, num_ranks: int):
+    """After a prompt's last chunk the step in flight has the pages of the chunk too, more than a window of 512 has."""
+    pair = Dialect(SLIDES | {"sliding_window": 512}).make(
+        tmp_path, **LUCKY | {"vocab_size": 4}, num_layers=2, taps=(0,), max_position_embeddings=1300
+    )
+    real = {"page_size": 16, "block_size": 8, "max_num_seqs": 2, "max_num_batched_tokens": 640, "max_model_len": 1300}
+    graphs = {"enforce_eager": False, "max_graphs": 2, "prefix_caching": False}
+    with device_lengths():
+        if num_ranks == 1:
+            ranks, engine = None, make_engine(pair.target, pair.draft, **real, **graphs)
+        else:
+            shared = {"tensor_parallel_size": num_ranks, "device": "cpu", "dtype": "float32"}
+            ranks = ThreadRanks(EngineConfig(pair.target, pair.draft, **UNTIMED | real | graphs | shared))
+            engine = ranks.engine
+    assert engine.core.overlap and engine.sizes.window_pages == (512 + 2 * 8) // 16 + 3 < 600 // 16
+    rng, reasons = random.Random(2), set[str]()
+    requests = [Request(str(size), tuple(rng.choices(range(4), k=size)), 12) for size in (600, 20, 620)]
+    log = Log(engine.core)
+    texts = engine.core.run(requests, lambda step: reasons.add(step.stats.not_ahead))
+    after_prompts = {n + 1 for n, batch in enumerate(log.batches) if batch.prefills}
+    assert len(after_prompts) == 2 and after_prompts <= set(log.overlapped) and reasons == {"", "end"}
+    engine.core.overlap = False
+    assert engine.core.run(requests) == texts
+    if ranks:
+        ranks.close()
+        ranks.check_alike()
 
 
 @pytest.mark.parametrize("draft_ranks", [1, 2])
