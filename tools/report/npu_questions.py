@@ -300,8 +300,7 @@ def captures(backend: Backend, sizes: QuestionSizes) -> Result:
     try:
         StepGraphs(
             core.runner.forward,
-            core.runner.layout,
-            graph_sizes,
+            replace(core.runner.layout, graphs=graph_sizes),
             None,
             pages=5,
             on_graph=lambda done, total: captured.append(done),

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -205,7 +205,17 @@ def _runner(
     counts = TokenCounts(sizes.max_num_seqs, vocab, backend)
     hybrid, first = states is not None, plan.draft.first_draft_row if plan.draft else 1
     apart = backend.separate_prefill or hybrid  # a recurrent layer reads decoding rows and chunks as groups
-    layout = Layout(sizes.page_size, apart, first, hybrid, backend.lengths_on_host, window_pages=sizes.window_pages)
+    graph_sizes = plan.graph_sizes if on_graph else None
+    layout = Layout(
+        sizes.page_size,
+        separate_prefill=apart,
+        first_draft_row=first,
+        hybrid=hybrid,
+        host_positions=backend.lengths_on_host,
+        graphs=graph_sizes,
+        draws_in_graphs=graph_sizes is not None and comm.size == 1 and not backend.batch_invariant,
+        window_pages=sizes.window_pages,
+    )
     length = max(sizes.padded_len, plan.max_rows)
     tables = {(d.rope, d.head_dim): RotaryTable(d.rope, d.head_dim, length, *of_all) for d in plan.decoders}
     rotaries = [tables[d.rope, d.head_dim] for d in plan.decoders]  # one lookup for target and context KV
@@ -217,8 +227,9 @@ def _runner(
     forward = Forward(target, pools[0], rotaries[0], sampler, backend, sizes.page_size, plan.max_rows, drafter)
     graphs, pages = None, max(sizes.pages_per_sequence, sizes.scratch_pages)
     try:
-        if on_graph and plan.graph_sizes:
-            graphs = StepGraphs(forward, layout, plan.graph_sizes, counts, pages=pages, on_graph=on_graph, comm=comm)
+        if on_graph and graph_sizes:
+            graphs = StepGraphs(forward, layout, counts, pages=pages, on_graph=on_graph, comm=comm)
+            layout = replace(layout, graphs=graphs.captured_sizes)
     except torch.OutOfMemoryError as error:
         raise UnsupportedError(
             "graphs do not fit next to weights and KV: give a smaller --kv-cache-memory or --memory-utilization, "

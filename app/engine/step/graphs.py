@@ -27,27 +27,30 @@ logger = logging.getLogger(__name__)
 
 
 class StepGraphs:
-    """All graphs of a runner, captured at construction. `on_graph` is called with (captured, to capture).
+    """All graphs of a runner, of the sizes and draws of `layout`, captured at construction.
+
+    `on_graph` is called with (captured, to capture). `pages` is the width of page tables. All ranks of `comm` capture
+    the same graphs in the same order, and `captured_sizes` are those that all of them could capture.
 
     `drafts` [max_num_seqs, b - 1] carries drafts from one graph to the other, or is None without a draft. Narrower
     blocks fill the first columns. `verified` [max_num_seqs + 1, b + 1] is the last verification, where the next step
-    begins without `lengths_on_host`. `pages` is the width of page tables. All ranks of `comm` capture the same graphs
-    in the same order. `layout` pads steps to those of `sizes` that all ranks could capture.
+    begins without `lengths_on_host`.
     """
 
     def __init__(
         self,
         forward: Forward,
         layout: Layout,
-        sizes: GraphSizes,
         counts: TokenCounts | None,
         *,
         pages: int,
         on_graph: Callable[[int, int], None],
         comm: Comm = ALONE,
     ) -> None:
-        self._forward, self._comm = forward, comm
-        self._counts = None if comm.size > 1 or forward.backend.batch_invariant else counts
+        assert layout.graphs
+        sizes = layout.graphs
+        self._forward, self._layout, self._comm = forward, layout, comm
+        self._counts = counts if layout.draws_in_graphs else None
         (max_seqs, max_rows), block_size, device = sizes.targets[-1], sizes.block_size, forward.backend.device
         self._hidden = forward.target.embedding.new_empty(max_rows, forward.target.config.hidden_size)
         drafts = torch.zeros(max_seqs, block_size - 1, dtype=torch.int32, device=device)
@@ -57,23 +60,22 @@ class StepGraphs:
         self.target_graphs: dict[Size, tuple[Graph, TargetTensors]] = {}
         self.draw_graphs: dict[tuple[Size, Kind], tuple[Graph, Packed]] = {}
         self._logits: Tensor | None = None
-        self.layout = replace(layout, graphs=sizes, draws_in_graphs=self._counts is not None)
         done, total = 0, len(sizes.drafts) + len(sizes.targets)
         # The largest first: the memory that it leaves serves all others.
         for seqs, rows in reversed(sizes.targets):
-            target = self.layout.target(Batch(), (seqs, rows), 0, pages)
+            target = layout.target(Batch(), (seqs, rows), 0, pages)
             what = f"target of {seqs} sequences and {rows} rows"
             self._capture(self.target_graphs, (seqs, rows), target, self._run_target, what)
             if self._counts:
                 self._capture_draws((seqs, rows), self._counts)
             on_graph(done := done + 1, total)
         for blocks, width in reversed(sizes.drafts):
-            draft = self.layout.draft(Batch(), blocks, width, pages)
+            draft = layout.draft(Batch(), blocks, width, pages)
             what = f"draft of {blocks} blocks of {draft.groups[0].query_lens[0]} rows"
             self._capture(self.draft_graphs, (blocks, width), draft, self._run_draft, what)
             on_graph(done := done + 1, total)
         captured = [*self.target_graphs][::-1], [*self.draft_graphs][::-1]
-        self.layout = replace(self.layout, graphs=GraphSizes(*captured, block_size, sizes.spare))
+        self.captured_sizes = GraphSizes(*captured, block_size, sizes.spare)
         self._logits = None
 
     def draft(self, inputs: DraftInputs[Ints]) -> Tensor:
@@ -81,7 +83,7 @@ class StepGraphs:
         if not self.draft_graphs:
             return self._keep(self._forward.draft(self._forward.on_device(inputs)))
         blocks, rows = len(inputs.anchors), inputs.groups[0].query_lens[0]
-        self._replay(*self.draft_graphs[blocks, rows + 1 - self.layout.first_draft_row], inputs)
+        self._replay(*self.draft_graphs[blocks, rows + 1 - self._layout.first_draft_row], inputs)
         return self.drafts[:blocks]
 
     def target(self, inputs: TargetInputs[Ints], sampling: Sequence[Any] = (), draws: Draws = ()) -> Tensor:

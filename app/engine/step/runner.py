@@ -51,14 +51,10 @@ class ModelRunner:
     backend: Backend
     counts: TokenCounts
     layout: Layout
-    """Arrangement of the arrays that `launch` takes; that of `graphs` if there are some."""
+    """Arrangement of the arrays that `launch` takes, padded to sizes of `graphs` if there are some."""
     pools: Sequence[KvPool] = ()
     graphs: StepGraphs | None = None
     tell: Tell | None = None
-
-    def __post_init__(self) -> None:
-        if self.graphs:
-            self.layout = self.graphs.layout
 
     @torch.inference_mode()
     def launch(self, inputs: StepInputs) -> PendingStep:
