@@ -13,7 +13,7 @@ from app.messages import Request, StepOutput, TokenDelta
 
 
 class Launched(NamedTuple):
-    """A step in flight."""
+    """A step in flight: launched, and not read yet."""
 
     batch: Batch
     pending: PendingStep
@@ -31,9 +31,9 @@ class EngineCore:
         self.runner = runner
         self.overlap = overlap
         self.faults = Faults(scheduler)
-        self._ahead: Launched | None = None
-        self._not_ahead = ""
-        self._started = self._ended = 0.0
+        self.in_flight: Launched | None = None
+        """The step that was launched before the last one was read, if there is one."""
+        self._ended = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -61,17 +61,25 @@ class EngineCore:
     def step(self) -> StepOutput:
         """Run one step for all sequences; call only while `has_work`. `faults.py` has the steps that fail.
 
-        Raises an error that no sequence is to blame for.
+        Schedule and launch it, unless it is in flight already. With `overlap` schedule and launch the next one. Then
+        read this one. Raises an error that no sequence is to blame for.
         """
-        ahead = self._take_ahead()
+        ahead, self.in_flight, waits_for = self.in_flight, None, ""
+        self.scheduler.has_progress = False
+        if ahead and ahead.batch.has_live_rows:
+            started = self._ended  # the device began it as it ended the previous one
+        else:
+            ahead, started = None, time.perf_counter()
         batch = ahead.batch if ahead else self.scheduler.schedule()
         try:
             pending = ahead.pending if ahead else self.launch(batch)
-            self._launch_ahead(batch)
+            if self.overlap:
+                self.in_flight, waits_for = self._launch_after(batch)
             result = pending.read()
         except Exception as error:
-            return self._output(batch, self._recover(batch, error), has_failed=True)
-        return self._output(batch, self.scheduler.commit(batch, result))
+            deltas = self._recover(batch, error, next_has_begun=bool(self.in_flight) or waits_for == "fault")
+            return self._output(batch, deltas, started, waits_for, has_failed=True)
+        return self._output(batch, self.scheduler.commit(batch, result), started, waits_for)
 
     def launch(self, batch: Batch) -> PendingStep:
         """Queue a step on the device. The runner gets arrays only."""
@@ -81,47 +89,35 @@ class EngineCore:
                 own.clear()
         return self.runner.launch(self.runner.layout.build(batch)) if batch else no_rows()
 
-    def _take_ahead(self) -> Launched | None:
-        """Return the step that was launched ahead, if any of its rows still count. It began as the last one ended."""
-        ahead, self._ahead = self._ahead, None
-        is_live = ahead is not None and ahead.batch.has_live_rows
-        self._started = self._ended if is_live else time.perf_counter()
-        self.scheduler.has_progress = False
-        return ahead if is_live else None
-
-    def _launch_ahead(self, batch: Batch) -> None:
-        """Launch the step after the one in flight, unless it depends on that one's result."""
-        self._not_ahead = ""
-        if not self.overlap:
-            return
+    def _launch_after(self, batch: Batch) -> tuple[Launched | None, str]:
+        """Launch the step after `batch`, which is in flight, or return why that waits for the result."""
         try:
-            ahead = schedule_ahead(self.scheduler, batch, draws=self.runner.layout.draws_in_graphs)
-            if isinstance(ahead, Batch):
-                self._ahead = Launched(ahead, self.launch(ahead))
-            else:
-                self._not_ahead = ahead
+            after = schedule_ahead(self.scheduler, batch, draws=self.runner.layout.draws_in_graphs)
+            return (Launched(after, self.launch(after)), "") if isinstance(after, Batch) else (None, after)
         except Exception as error:
             self.faults.give_up_ahead(error, self.runner)
-            self._ahead, self._not_ahead = Launched(Batch(), no_rows()), "fault"
+            return None, "fault"
 
-    def _recover(self, batch: Batch, error: Exception) -> list[TokenDelta]:
+    def _recover(self, batch: Batch, error: Exception, *, next_has_begun: bool) -> list[TokenDelta]:
         """Return the deltas of a step that failed, after its sequences have run again."""
-        ahead, self._ahead = self._ahead, None
-        if ahead and self.scheduler.states.num_slots:
+        self.in_flight = None
+        if next_has_begun and self.scheduler.states.num_slots:
             self.overlap = False  # then the next failure can be isolated
             return self.faults.recompute(batch, error, self.runner)
         return self.faults.isolate(batch, error, self.runner, self.launch)
 
-    def _output(self, batch: Batch, deltas: list[TokenDelta], *, has_failed: bool = False) -> StepOutput:
+    def _output(
+        self, batch: Batch, deltas: list[TokenDelta], started: float, waits_for: str, *, has_failed: bool = False
+    ) -> StepOutput:
         """Return the step's output. The policy learns the time of a step that did not fail."""
         self._ended = time.perf_counter()
-        scheduler, seconds = self.scheduler, self._ended - self._started
+        scheduler, seconds = self.scheduler, self._ended - started
         if batch.decodes and not has_failed:
             work = len(batch.decodes), batch.num_drafting, batch.block_rows, batch.num_drafts
             scheduler.policy.record_time(*work, 1000 * seconds, prefilled=bool(batch.prefills))
-        if self.faults.error:
+        if scheduler.last_fault:
             deltas = self.faults.end_step(deltas)
-        stats = scheduler.stats(batch, seconds, self._not_ahead)
+        stats = scheduler.stats(batch, seconds, waits_for)
         return StepOutput(deltas, stats, scheduler.take_cache_events(), batch.begun)
 
     def run(self, requests: list[Request], on_step: Callable[[StepOutput], None] | None = None) -> dict[str, list[int]]:

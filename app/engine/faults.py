@@ -1,4 +1,4 @@
-"""Steps that fail: sequences to blame for exceptions, and for logits that are not finite."""
+"""Steps that fail: their batches run again in parts, down to the sequence that is to blame."""
 
 import logging
 from collections.abc import Callable
@@ -6,73 +6,40 @@ from dataclasses import replace
 
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.schedule.scheduler import Scheduler
-from app.engine.sequence import NOT_FINITE, Sequence
 from app.engine.step.runner import ModelRunner, PendingStep
-from app.messages import SpecStep, TokenDelta
+from app.messages import TokenDelta
 
 logger = logging.getLogger(__name__)
 
 MAX_FAULTS_IN_ROW = 3
 """Number of sequences that may be dropped in a row without progress. Then none of them is to blame."""
-_NOT_FINITE = "the model's logits are not finite (NaN or infinity) {} tokens into the answer, so there is no next token"
 
 
 class Faults:
-    """The scheduler's hooks for sequences that fail, and the ways to run a failed batch again.
+    """The ways to go on after a step that failed.
 
     A sequence that raises when no other one runs with it is dropped. Nothing of a step counts before its commit,
     because the next step writes the same slots. So a batch that fails is rolled back and runs again in halves.
 
-    A sequence whose logits are not finite ends with an error. If it found pages in the cache, these may be at fault, so
-    it is first recomputed on pages that it fills itself. Pages whose KV was not seen to be finite are zeroed before
-    reuse. Rows in flight of a sequence that has ended may be NaN, so their pages count as not sound.
+    Logits that are not finite end their sequence in `Scheduler.commit`. Pages whose KV was not seen to be finite are
+    zeroed before reuse. Rows in flight of a sequence that has ended may be NaN, so their pages count as not sound.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        scheduler.on_error, scheduler.on_not_finite = self.drop, self.end_not_finite
-        self.error: Exception | None = None
-        """Error of the last dropped sequence, until there is progress."""
-        self._num_in_row = 0
         self._was_logged = False
-
-    def drop(self, seq: Sequence, error: Exception) -> TokenDelta:
-        """End a sequence that raises `error` by itself, and return its last delta."""
-        scheduler, request_id = self._scheduler, seq.request.request_id
-        self.error = error
-        self._num_in_row += 1
-        scheduler.num_faults += 1
-        seq.is_sound = False
-        scheduler.end(seq)
-        logger.error("request %s is dropped", request_id, exc_info=error)
-        reason = f"the request was dropped because its step failed: {type(error).__name__}: {error}"
-        return TokenDelta(request_id, [], [SpecStep(0, 0, 0)], seq.num_cached or 0, "error", reason)
-
-    def end_not_finite(self, share: ScheduledSequence, tokens: list[int]) -> TokenDelta | None:
-        """End a sequence after the finite ones of `tokens`, or have it recomputed."""
-        scheduler, seq, tokens = self._scheduler, share.seq, tokens[: tokens.index(NOT_FINITE)]
-        scheduler.forget_pages(seq)
-        if seq.num_found:
-            scheduler.to_start_over.append(seq)
-            return None
-        delta = scheduler.accept(share, tokens, len(tokens))
-        if not delta.finish_reason:
-            scheduler.num_not_finite += 1
-            error = _NOT_FINITE.format(seq.num_tokens - len(seq.request.token_ids))
-            delta = replace(delta, finish_reason="error", error=error)
-        scheduler.end(seq)
-        return delta
 
     def end_step(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
         """Return the deltas of a step and of the sequences that were dropped before it.
 
         Raises the last error if too many sequences were dropped in a row without progress.
         """
-        if self._scheduler.has_progress:
-            self.error, self._num_in_row = None, 0
-        elif self.error and self._num_in_row >= MAX_FAULTS_IN_ROW:
-            raise self.error
-        return self._scheduler.take_dropped() + deltas
+        scheduler = self._scheduler
+        if scheduler.has_progress:
+            scheduler.last_fault, scheduler.num_faults_in_row = None, 0
+        elif scheduler.last_fault and scheduler.num_faults_in_row >= MAX_FAULTS_IN_ROW:
+            raise scheduler.last_fault
+        return scheduler.take_dropped() + deltas
 
     def give_up_ahead(self, error: Exception, runner: ModelRunner) -> None:
         """Discard a step that could not be launched ahead. It is tried again with nothing in flight."""
@@ -100,7 +67,7 @@ class Faults:
         self._rollback(error, runner)
         decodes, prefills = _live(batch.decodes), _live(batch.prefills)
         if len(decodes) + len(prefills) < 2:
-            return [self.drop(share.seq, error) for share in decodes + prefills]
+            return [self._scheduler.drop(share.seq, error) for share in decodes + prefills]
         middle = (len(decodes) + len(prefills) + 1) // 2
         chunks = max(0, middle - len(decodes))
         deltas: list[TokenDelta] = []
@@ -125,4 +92,7 @@ class Faults:
 
 
 def _live(shares: list[ScheduledSequence]) -> list[ScheduledSequence]:
-    return [share for share in shares if share.resolve_start()]
+    """Return the shares that still count, as they are with nothing in flight."""
+    return [
+        replace(share, start=share.seq.num_computed, prev_row=-1, max_accepted=0) for share in shares if share.is_live
+    ]

@@ -266,8 +266,8 @@ def _warm(runner: ModelRunner, plan: Plan, on_progress: Progress) -> Engine:
     for done in range(num_steps):
         if first.has_work:
             first.step()
-            if first.faults.error:
-                raise first.faults.error
+            if first.scheduler.last_fault:
+                raise first.scheduler.last_fault
         on_progress("warm-up", done + 1, num_steps)
     costs = None
     if config.verify == "auto" and sizes.block_size > 1:

@@ -9,42 +9,40 @@ from app.engine.sequence import Sequence
 class ScheduledSequence:
     """Share of a sequence in a step: target rows [start, start + count) of its tokens.
 
-    A decoding sequence has start = n - 1 and count = its width: the anchor, and `num_drafts` = count - 1 drafts. A
-    prefilling one has a chunk of its own tokens. With `needs_logits` the rows reach the last token, so the step yields
-    the next one.
-
-    While the previous step is in flight, `prev_row` is the sequence's row in its result, else -1. The true start is
-    then between `start` (no draft accepted) and `start + max_accepted`.
-
-    A recurrent state is read from the sequence's slot and written to `next_slot`, or to the same one if that is 0. A
-    prefill chunk (`is_prefill`) saves the state after its last row and, if `split` > 0, the state after `split` tokens
-    in the sequence's `split_slot`. Other rows leave the state before their first one.
+    A decoding sequence has start = n - 1 and count = its width: the anchor, and its drafts. A prefilling one has a
+    chunk of its own tokens.
     """
 
     seq: Sequence
     start: int
+    """The least that it may be, if the previous step is in flight: that step accepts no draft. `commit` corrects it."""
     count: int
     needs_logits: bool
+    """The rows reach the last token, so the step yields the next one."""
     num_drafts: int = 0
     prev_row: int = -1
+    """The sequence's row in the result of the previous step if that is in flight, else -1."""
     max_accepted: int = 0
+    """Drafts that the step in flight may accept, by which the true start may be greater."""
     next_slot: int = 0
+    """Slot that the recurrent state is written to, or 0 for the one it is read from. A chunk writes the state after its
+    last row, other rows that before their first one."""
     is_prefill: bool = False
     split: int = 0
+    """Tokens after which a chunk writes the state to the sequence's `split_slot` too, if not 0."""
+    run: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.run = self.seq.num_ended_runs
 
     @property
     def end(self) -> int:
         return self.start + self.count
 
-    def resolve_start(self) -> bool:
-        """Take the true start once the previous step is committed.
-
-        Return False if these rows no longer count, because their sequence has ended or is recomputed.
-        """
-        if self.prev_row < 0:
-            return self.seq.batch_slot >= 0
-        self.start, self.prev_row, self.max_accepted = self.seq.num_computed, -1, 0
-        return self.seq.batch_slot >= 0 and self.seq.is_decoding
+    @property
+    def is_live(self) -> bool:
+        """False if these rows no longer count, because their sequence has ended or is recomputed."""
+        return self.seq.num_ended_runs == self.run
 
 
 @dataclass(slots=True)
@@ -86,7 +84,7 @@ class Batch:
 
     @property
     def has_live_rows(self) -> bool:
-        return any(share.seq.batch_slot >= 0 for share in self.shares)
+        return any(share.is_live for share in self.shares)
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prefills)

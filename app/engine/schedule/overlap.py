@@ -3,6 +3,7 @@
 from app.engine.sampling.metadata import kind_of
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.schedule.scheduler import Scheduler
+from app.engine.sequence import Sequence
 
 
 def schedule_ahead(scheduler: Scheduler, batch: Batch, *, draws: bool) -> Batch | str:
@@ -11,39 +12,43 @@ def schedule_ahead(scheduler: Scheduler, batch: Batch, *, draws: bool) -> Batch 
     A sequence that is sure to end in the step in flight is left out. With `draws` the device may draw tokens by itself.
     """
     scheduler.in_flight = set()
-    rows = {share.seq: (prev_row, share) for prev_row, share in enumerate(batch.sampling)}
-    live = [rows[seq] for seq in scheduler.running if seq in rows]
-    is_last = not (batch.prefills and scheduler.states.num_slots)  # a chunk leaves a state that others may find
-    if len(live) < len(scheduler.running) or not all(is_last if s.is_prefill else s.seq.is_decoding for _, s in live):
-        return "prefill"
-    if scheduler.unclean:
-        return "scrub"
-    sampled = [share.seq for _, share in live if not share.seq.request.sampling.is_argmax]
-    kinds = [kind_of(seq.request.sampling, seq.num_tokens + 1 - len(seq.request.token_ids)) for seq in sampled]
-    if any(kind and (kind.by_host or not draws) for kind in kinds):
-        return "sampling"
-    if scheduler.may_admit_next():
-        return "admission"
-    live = [(prev_row, share) for prev_row, share in live if share.seq.num_remaining > 1]
-    if not live:
+    rows = {share.seq: (prev_row, share) for prev_row, share in enumerate(batch.sampling) if share.is_live}
+    running = [rows[seq] for seq in scheduler.running if seq in rows]
+    if reason := _why_wait(scheduler, batch, [share.seq for _, share in running], draws=draws):
+        return reason
+    going_on = [(prev_row, share) for prev_row, share in running if share.seq.num_remaining > 1]
+    if not going_on:
         return "end"
-    pool = scheduler.pool
-    lengths = [scheduler.max_length(share.seq) + share.num_drafts + 1 for _, share in live]
-    pages = [(pool.pages_for(length), share.seq.pages) for length, (_, share) in zip(lengths, live, strict=True)]
-    if sum(max(0, wanted - len(owned)) for wanted, owned in pages) > pool.num_free:
+    lengths = [scheduler.max_length(share.seq) + share.num_drafts + 1 for _, share in going_on]
+    pages = [(scheduler.pool.pages_for(n), share.seq.pages) for n, (_, share) in zip(lengths, going_on, strict=True)]
+    if sum(max(0, wanted - len(owned)) for wanted, owned in pages) > scheduler.pool.num_free:
         return "pages"
-    scheduler.in_flight = {share.seq for _, share in live}
+    scheduler.in_flight = {share.seq for _, share in going_on}
     widths = scheduler.policy.choose(
-        [(share.seq, scheduler.max_drafts(share.seq, num_in_flight=1)) for _, share in live]
+        [(share.seq, scheduler.max_drafts(share.seq, num_in_flight=1)) for _, share in going_on]
     )
     after = Batch(block_rows=widths.block)
-    for (prev_row, share), length, drafts in zip(live, lengths, widths.drafts, strict=True):
+    for (prev_row, share), length, drafts in zip(going_on, lengths, widths.drafts, strict=True):
         seq = share.seq
-        pool.grow(seq.pages, length)
+        scheduler.pool.grow(seq.pages, length)
         next_slot = _next_slot(scheduler, share) if scheduler.states.num_slots else 0
         places = prev_row, share.num_drafts, next_slot
         after.decodes.append(ScheduledSequence(seq, seq.num_tokens, drafts + 1, True, drafts, *places))
     return scheduler.with_draft_pages(after)
+
+
+def _why_wait(scheduler: Scheduler, batch: Batch, seqs: list[Sequence], *, draws: bool) -> str:
+    """Return why the step after `batch` needs more than its sequences `seqs` that get tokens, or ""."""
+    leaves_states = batch.prefills and scheduler.states.num_slots  # which others may find
+    if len(seqs) < len(scheduler.running) or leaves_states:
+        return "prefill"
+    if scheduler.unclean:
+        return "scrub"
+    sampled = [seq for seq in seqs if not seq.request.sampling.is_argmax]
+    kinds = [kind_of(seq.request.sampling, seq.num_tokens + 1 - len(seq.request.token_ids)) for seq in sampled]
+    if any(kind and (kind.by_host or not draws) for kind in kinds):
+        return "sampling"
+    return "admission" if scheduler.may_admit_next() else ""
 
 
 def _next_slot(scheduler: Scheduler, share: ScheduledSequence) -> int:

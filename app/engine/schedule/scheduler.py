@@ -1,8 +1,9 @@
 """Sequences of the next step, with how many rows, and the effect of its result on them."""
 
+import logging
 from array import array
 from collections import deque
-from collections.abc import Callable
+from dataclasses import replace
 
 from app.engine.dflash.draft_pages import DraftPages
 from app.engine.models.page_pool import OutOfPages, PagePool
@@ -12,6 +13,10 @@ from app.engine.schedule.policy import Policy
 from app.engine.schedule.state_slots import StateSlots
 from app.engine.sequence import NOT_FINITE, Sequence
 from app.messages import CacheEvent, FinishReason, Request, SpecStep, StepStats, TokenDelta
+
+logger = logging.getLogger(__name__)
+
+_NOT_FINITE = "the model's logits are not finite (NaN or infinity) {} tokens into the answer, so there is no next token"
 
 
 class Scheduler:
@@ -69,10 +74,10 @@ class Scheduler:
         """Sequences whose KV is recomputed once the step is committed."""
         self.has_progress = False
         """True once rows of the step are committed."""
-        self.on_error: Callable[[Sequence, Exception], TokenDelta] = _unhandled
-        """Hook for an exception that only concerns a sequence. It ends the sequence, and returns its last delta."""
-        self.on_not_finite: Callable[[ScheduledSequence, list[int]], TokenDelta | None] = _unhandled
-        """Hook for choices of a sequence with NOT_FINITE among those that it would emit."""
+        self.last_fault: Exception | None = None
+        """Error of the last dropped sequence, until there is progress."""
+        self.num_faults_in_row = 0
+        """Sequences that were dropped since there was progress."""
         self.num_preemptions = self.num_not_finite = self.num_faults = 0
         self.prefix_cache_queries = self.prefix_cache_hits = 0
         self._free_batch_slots = list(reversed(range(max_num_seqs)))
@@ -153,7 +158,7 @@ class Scheduler:
             except Exception as error:
                 if self.at_hand is None:
                     raise
-                self._dropped.append(self.on_error(self.at_hand, error))
+                self._dropped.append(self.drop(self.at_hand, error))
         return self.with_draft_pages(batch)
 
     def with_draft_pages(self, batch: Batch) -> Batch:
@@ -204,13 +209,14 @@ class Scheduler:
         deltas = []
         for share in batch.shares:
             tokens, num_accepted = next(results) if share.needs_logits else ([], 0)
-            if not share.resolve_start():
+            if not share.is_live:
                 continue
+            share.start = share.seq.num_computed  # where the previous step has left it
             try:
                 delta = self._commit_share(share, tokens, num_accepted)
                 self.has_progress = True
             except Exception as error:
-                delta = self.on_error(share.seq, error)
+                delta = self.drop(share.seq, error)
             if delta:
                 deltas.append(delta)
         for seq in self.to_start_over:
@@ -326,7 +332,7 @@ class Scheduler:
             self.unclean.add(seq)
         seq.is_sound = share.needs_logits and seq not in self.unclean
         if not is_finite and NOT_FINITE in tokens[: min(num_accepted + 1, seq.num_remaining)]:
-            return self.on_not_finite(share, tokens)
+            return self._end_not_finite(share, tokens)
         self.states.commit(share)
         delta = self.accept(share, tokens, num_accepted) if share.needs_logits else None
         if delta is None:
@@ -404,6 +410,32 @@ class Scheduler:
         self._leave(seq)
         self.policy.forget(seq)
 
+    def drop(self, seq: Sequence, error: Exception) -> TokenDelta:
+        """End a sequence that raises `error` by itself, and return its last delta."""
+        self.last_fault = error
+        self.num_faults += 1
+        self.num_faults_in_row += 1
+        seq.is_sound = False
+        self.end(seq)
+        logger.error("request %s is dropped", seq.request.request_id, exc_info=error)
+        reason = f"the request was dropped because its step failed: {type(error).__name__}: {error}"
+        return TokenDelta(seq.request.request_id, [], [SpecStep(0, 0, 0)], seq.num_cached or 0, "error", reason)
+
+    def _end_not_finite(self, share: ScheduledSequence, tokens: list[int]) -> TokenDelta | None:
+        """End a sequence after the finite ones of `tokens`. One that found pages in the cache is recomputed first."""
+        seq, tokens = share.seq, tokens[: tokens.index(NOT_FINITE)]
+        self.forget_pages(seq)
+        if seq.num_found:
+            self.to_start_over.append(seq)
+            return None
+        delta = self.accept(share, tokens, len(tokens))
+        if not delta.finish_reason:
+            self.num_not_finite += 1
+            error = _NOT_FINITE.format(seq.num_tokens - len(seq.request.token_ids))
+            delta = replace(delta, finish_reason="error", error=error)
+        self.end(seq)
+        return delta
+
     def _leave(self, seq: Sequence) -> None:
         if seq.batch_slot < 0:
             self.waiting.remove(seq)
@@ -440,9 +472,3 @@ class Scheduler:
         seq.num_computed, seq.cacheable = 0, False
         self.states.take(seq)
         self._grow_or_preempt(seq)
-
-
-def _unhandled(of: object, error: object) -> TokenDelta:
-    if isinstance(error, Exception):
-        raise error
-    raise AssertionError("logits are not finite")

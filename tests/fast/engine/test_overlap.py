@@ -179,7 +179,7 @@ def test_who_is_aborted_with_a_step_in_flight_frees_its_pages_at_once(lucky: Pai
     engine = overlapping(lucky, kv_pages=66 + 9)  # so few that a later sequence gets the freed ones
     log, run = Log(engine.core), Run(engine, asked[:3]).until(6)
     gone = ["r0", "r1", "r2"] if everyone else ["r1"]
-    assert run.core._ahead is not None
+    assert run.core.in_flight is not None
     for name in gone:
         pages = set(run.sequence(name).pages)
         used = run.scheduler.pool.num_used
@@ -251,7 +251,7 @@ def test_where_pages_are_short_it_waits_and_no_sequence_ispreempted_behind_a_ste
     log, preempt = Log(engine.core), engine.core.scheduler.preempt
 
     def watched(seq: Any) -> None:
-        assert engine.core._ahead is None
+        assert engine.core.in_flight is None
         preempt(seq)
 
     engine.core.scheduler.preempt = watched  # type: ignore[method-assign]
@@ -360,7 +360,7 @@ def test_a_fault_that_passes_costs_no_sequence_a_token(lucky, where, ahead, monk
         return pending
 
     def broken() -> Any:
-        if behind := engine.core._ahead:  # it stands on what there will never be
+        if behind := engine.core.in_flight:  # it stands on what there will never be
             behind.pending.read = lambda: pytest.fail("is read all the same")  # type: ignore[method-assign]
         raise Planted
 

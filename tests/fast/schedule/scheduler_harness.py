@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from random import Random
 
 from app.engine.dflash.draft_pages import DraftPages, num_draft_pages, window_pages
-from app.engine.faults import Faults
 from app.engine.load.plan import Sizes
 from app.engine.models.page_pool import SCRATCH_PAGES, PagePool
 from app.engine.schedule.batch import Batch, ScheduledSequence, StepResult
@@ -126,7 +125,6 @@ class Harness:
             block_size=block_size,
             prefix_caching=prefix_caching,
         )
-        Faults(self.scheduler)
         self.prefix_caching = prefix_caching
         self.live: dict[str, Scripted] = {}
         self.done: dict[str, Scripted] = {}

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from app.engine.faults import Faults
 from app.engine.models.page_pool import SCRATCH_PAGES, PagePool
 from app.engine.schedule.batch import Batch, StepResult
 from app.engine.schedule.overlap import schedule_ahead
@@ -48,7 +47,6 @@ class Flight:
             prefix_caching=prefix_caching,
             states=states,
         )
-        Faults(self.scheduler)
         for name in "abcd"[:count]:
             self.scheduler.add(
                 flat_request(name, (1, 2), max_tokens, stop_token_ids=frozenset(stop), cache_salt=name, **asked)

@@ -13,7 +13,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, multiple, rule
 
-from app.engine.faults import Faults
 from app.engine.models.page_pool import SCRATCH_PAGES, OutOfPages, PagePool
 from app.engine.schedule.batch import StepResult
 from app.engine.schedule.policy import Policy
@@ -178,7 +177,6 @@ class OneDecodeStep:
             max_model_len=40,
             block_size=block_size,
         )
-        Faults(self.scheduler)
         self.scheduler.add(Request("r", (1, 2), max_tokens, stop_token_ids=frozenset(stop)))
         self.first = self._commit([3], 0)
 
@@ -405,7 +403,7 @@ def test_who_is_preempted_by_anothers_start_does_not_start_over_itself(monkeypat
     batch = scheduler.schedule()
     scheduler.commit(batch, StepResult([[NOT_FINITE] * 4] * 2, [0, 0]))
     assert started == [older] and not newer.pages and not newer.cacheable
-    assert [share.seq for share in batch.shares if share.resolve_start()] == [older]
+    assert [share.seq for share in batch.shares if share.is_live] == [older]
 
 
 # Waiting sequences
