@@ -123,9 +123,14 @@ def _end(replies: str, reason: str) -> None:
 
 
 def serve(link: Link, engine: Engine) -> None:
-    """Take commands, and step while there is work with one reply a step, until Shutdown."""
+    """Take commands, and step while there is work with one reply a step, until Shutdown.
+
+    With `--log-level debug` the books of sequences, pages and states are checked whenever the work ends.
+    """
     core, acceptance = engine.core, Acceptance()
     while True:
+        if not core.has_work and logger.isEnabledFor(logging.DEBUG):
+            core.scheduler.check()
         for command in link.receive(0 if core.has_work else None):
             match command:
                 case wire.Submit():

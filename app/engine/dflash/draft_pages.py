@@ -58,5 +58,14 @@ class DraftPages:
         self.pool.release(seq.draft_pages[first:num_known][::-1], sound=seq.is_sound)
         seq.draft_pages, seq.first_draft_page = array("i"), 0
 
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Assert that every page is free, cached or owned, and that sequences hold none before their first."""
+        owned = []
+        for seq in sequences:
+            before, held = seq.draft_pages[: seq.first_draft_page], seq.draft_pages[seq.first_draft_page :]
+            assert not any(before), f"{seq.request.request_id} holds pages of the draft before its first one"
+            owned.append(held)
+        self.pool.check(owned)
+
     def _first(self, seq: Sequence) -> int:
         return max(0, seq.num_computed - self._window) // self.pool.page_size

@@ -1,8 +1,9 @@
 """Pages of KV memory: free, owned and cached. Their tensors are in `kv_pool.py`. No torch."""
 
 from array import array
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 SCRATCH_PAGES = 1
 """At least the pages [0, SCRATCH_PAGES) are scratch: padded page tables and padding rows point there."""
@@ -44,6 +45,11 @@ class PagePool:
     def num_used(self) -> int:
         return self.num_usable - self.num_free
 
+    @property
+    def cached(self) -> Mapping[bytes, int]:
+        """Cached pages by digest, owned or not."""
+        return MappingProxyType(self._page_of)
+
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
@@ -68,6 +74,10 @@ class PagePool:
                 del self._free_cached[page]
             self._num_owners[page] += 1
 
+    def is_writable(self, page: int) -> bool:
+        """Return True if a sequence that owns the page may write it: no other one does, and it is not cached."""
+        return self._num_owners[page] == 1 and page not in self._digest_of
+
     def grow(self, pages: "array[int]", num_tokens: int) -> None:
         """Extend `pages` in place until they hold `num_tokens`. Raises OutOfPages, and takes nothing then."""
         missing = self.pages_for(num_tokens) - len(pages)
@@ -76,7 +86,7 @@ class PagePool:
         pages.extend(self._take() for _ in range(missing))
 
     def publish(self, page: int, digest: bytes) -> bool:
-        """Let an owned page, full of valid KV, be found by `digest`. Return False if another one is already."""
+        """Cache an owned page, full of valid KV, under `digest`. Return False if another page has it already."""
         if digest in self._page_of:
             return False
         self._page_of[digest] = page
@@ -84,7 +94,7 @@ class PagePool:
         return True
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Let pages be found no more."""
+        """Remove pages from the prefix cache."""
         for page in pages:
             if digest := self._digest_of.pop(page, None):
                 del self._page_of[digest]
@@ -121,6 +131,24 @@ class PagePool:
         self._free_cached.clear()
         self._page_of.clear()
         self._digest_of.clear()
+
+    def check(self, owned: Iterable["array[int]"]) -> None:
+        """Assert that every page is free, cached or owned, if `owned` has the pages of each owner."""
+        owners = Counter(page for pages in owned for page in pages)
+        free = Counter((*self._free, *self._free_cached))
+        for page, counted in enumerate(self._num_owners):
+            is_scratch = page < self.num_pages - self.num_usable
+            assert not (is_scratch and owners[page]), f"scratch page {page} is owned"
+            assert counted == owners[page], f"page {page} has {owners[page]} owners, but {counted} are counted"
+            wanted = 0 if is_scratch or owners[page] else 1
+            assert free[page] == wanted, f"page {page}, of {owners[page]} owners, is {free[page]} times free"
+        for digest, page in self._page_of.items():
+            assert self._digest_of.get(page) == digest, f"page {page} is cached under a digest that is not its own"
+        assert len(self._digest_of) == len(self._page_of), "a page has a digest that does not find it"
+        for page in self._free_cached:
+            assert page in self._digest_of, f"free page {page} counts as cached, and has no digest"
+        for page in self._free:
+            assert page not in self._digest_of, f"cached page {page} is reused before those that are not cached"
 
     def _take(self) -> int:
         if self._free:

@@ -13,7 +13,7 @@ class CacheEvents:
         self._events: list[CacheEvent] = []
 
     def stored(self, seq: Sequence, pages: list[int], page_size: int) -> None:
-        """Note that these pages of a sequence, ascending numbers in its order, are found from now on."""
+        """Record that these pages of a sequence, ascending numbers in its order, were cached."""
         for _, numbered in groupby(enumerate(pages), lambda at: at[1] - at[0]):
             run = [page for _, page in numbered]
             start = run[0]
@@ -24,14 +24,14 @@ class CacheEvents:
             self._events.append(CacheEvent("stored", digests, parent, tokens, page_size, salt))
 
     def removed(self, digest: bytes) -> None:
-        """Note that a page is found no more."""
+        """Record an evicted page."""
         if self._events and self._events[-1].kind == "removed":
             self._events[-1].digests.append(digest)
         else:
             self._events.append(CacheEvent("removed", [digest]))
 
     def cleared(self) -> None:
-        """Note that all pages were forgotten."""
+        """Record that all pages were evicted."""
         self._events.append(CacheEvent("cleared"))
 
     def take(self) -> list[CacheEvent]:

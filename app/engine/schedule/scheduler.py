@@ -144,6 +144,41 @@ class Scheduler:
         for seq in self.running:
             seq.cacheable = False
 
+    def check(self) -> None:
+        """Assert the invariants of docs/DESIGN.md that hold between two steps, for sequences, pages and states."""
+        in_order = [*self.running, *self.waiting]
+        arrivals = [seq.arrival for seq in in_order]
+        assert arrivals == sorted(arrivals), f"sequences are not in order of arrival: {arrivals}"
+        batch_slots = sorted([*self._free_batch_slots, *(seq.batch_slot for seq in self.running)])
+        assert batch_slots == list(range(self.max_num_seqs)), f"free batch slots and those in use are {batch_slots}"
+        for seq in self.waiting:
+            request_id = seq.request.request_id
+            is_empty = not (seq.pages or seq.draft_pages or seq.state_slot or seq.next_state_slot or seq.split_slot)
+            assert seq.batch_slot < 0 and is_empty, f"{request_id} waits, and owns memory"
+            assert seq.num_computed == 0, f"{request_id} waits, and {seq.num_computed} of its tokens count as computed"
+        assert self.prefix_caching or not self.pool.cached, "pages are cached, and prefix caching is off"
+        self.pool.check(seq.pages for seq in self.running)
+        if self.draft_pages:
+            self.draft_pages.check(self.running)
+        self.states.check(self.running, self.pool.cached)
+        for seq in self.running:
+            self._check_running(seq)
+
+    def _check_running(self, seq: Sequence) -> None:
+        """Assert that a sequence has an anchor, pages for its KV, and no cached or shared page to write."""
+        request_id, computed, num_tokens = seq.request.request_id, seq.num_computed, seq.num_tokens
+        assert 0 <= computed < num_tokens, f"{request_id} has {num_tokens} tokens, and {computed} count as computed"
+        wanted = self.pool.pages_for(computed)
+        assert len(seq.pages) >= wanted, f"{request_id} has {len(seq.pages)} pages, and its KV takes {wanted}"
+        next_page = computed // self.pool.page_size
+        for page in seq.pages[next_page:]:
+            assert self.pool.is_writable(page), f"{request_id} would write page {page}, which is cached or shared"
+        if self.draft_pages:
+            for page in seq.draft_pages[max(next_page, seq.first_draft_page) :]:
+                assert self.draft_pages.pool.is_writable(page), (
+                    f"{request_id} would write page {page} of the draft, which is cached or shared"
+                )
+
     def schedule(self) -> Batch:
         """Return the rows of the next step, with nothing in flight. It is empty if all that could run are dropped."""
         for seq in self.unclean:
@@ -458,7 +493,7 @@ class Scheduler:
         seq.num_ended_runs += 1
 
     def forget_pages(self, seq: Sequence) -> None:
-        """Let the pages and checkpoints of a sequence, some of which may not be finite, be found no more."""
+        """Drop a sequence's pages and checkpoints from the prefix cache: some may hold NaN."""
         self.pool.forget(seq.pages)
         if self.draft_pages:
             self.draft_pages.pool.forget(seq.draft_pages)

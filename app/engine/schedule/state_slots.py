@@ -3,7 +3,9 @@
 Their tensors are in `models/state_pool.py`.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 
 from app.engine.schedule.batch import ScheduledSequence
 from app.engine.sequence import Sequence
@@ -43,6 +45,11 @@ class StateSlots:
     @property
     def num_used_checkpoints(self) -> int:
         return len(self._num_readers)
+
+    @property
+    def checkpoints(self) -> Mapping[bytes, int]:
+        """Slots of checkpoints by the digest of the page that they follow."""
+        return MappingProxyType(self._slot_of)
 
     def __contains__(self, digest: bytes) -> bool:
         """Return True if there is a checkpoint after the page of this digest."""
@@ -117,14 +124,13 @@ class StateSlots:
 
     def release(self, seq: Sequence) -> None:
         """Take all slots of a sequence away."""
-        for slot in (seq.split_slot, seq.next_state_slot, seq.state_slot):
-            if slot:
-                self._drop(slot)
+        for slot in _slots_of(seq):
+            self._drop(slot)
         seq.state_slot = seq.next_state_slot = seq.split_slot = 0
         self._give_spare_back(seq)
 
     def forget(self, digest: bytes) -> None:
-        """Let the checkpoint after the page of `digest`, if there is one, be found no more."""
+        """Drop the checkpoint after the page of `digest`, if any."""
         if slot := self._slot_of.pop(digest, 0):
             del self._digest_of[slot]
             self._free_unread(slot)
@@ -133,6 +139,32 @@ class StateSlots:
         """Forget all checkpoints. Sequences go on with those that they read."""
         for digest in list(self._slot_of):
             self.forget(digest)
+
+    def check(self, running: Collection[Sequence], cached: Mapping[bytes, int]) -> None:
+        """Assert that every slot is free, owned by one of the `running` sequences, or kept as it is for its readers.
+
+        A checkpoint is one of the latter, and follows a page that is `cached`.
+        """
+        held = Counter(slot for seq in running for slot in _slots_of(seq))
+        free = Counter(self._free)
+        for slot in range(1, self.num_slots + self.num_checkpoints + 1):
+            is_used = slot in self._num_readers or held[slot] > 0
+            assert free[slot] == (not is_used), f"slot {slot}, of {held[slot]} sequences, is {free[slot]} times free"
+            if slot in self._num_readers:
+                readers = self._num_readers[slot]
+                assert readers == held[slot], f"slot {slot} has {held[slot]} readers, but {readers} are counted"
+                assert readers or slot in self._digest_of, f"slot {slot} is kept, but nothing reads or finds it"
+            else:
+                assert held[slot] < 2, f"slot {slot}, which steps write, has {held[slot]} owners"
+        assert set(held) | set(free) <= set(range(1, self.num_slots + self.num_checkpoints + 1)), "slots do not exist"
+        assert len(self._num_readers) <= self.num_checkpoints, f"{len(self._num_readers)} checkpoints are too many"
+        for digest, slot in self._slot_of.items():
+            assert self._digest_of.get(slot) == digest, f"slot {slot} is found by a digest that is not its own"
+            assert slot in self._num_readers, f"steps may write slot {slot}, which is a checkpoint"
+            assert digest in cached, f"slot {slot} is the checkpoint of a page that is no longer cached"
+        assert len(self._digest_of) == len(self._slot_of), "a checkpoint has a digest that does not find it"
+        spare_owner = self._spare_owner
+        assert spare_owner is None or spare_owner in running, "a sequence that has ended holds the spare slot"
 
     def _has_room(self) -> bool:
         """Return True if there may be another checkpoint, for which the least-recently-used one is evicted."""
@@ -165,3 +197,7 @@ class StateSlots:
     def _give_spare_back(self, seq: Sequence) -> None:
         if self._spare_owner is seq:
             self._spare_owner = None
+
+
+def _slots_of(seq: Sequence) -> Iterable[int]:
+    return filter(None, (seq.split_slot, seq.next_state_slot, seq.state_slot))

@@ -107,8 +107,8 @@ def plant(engine: Engine, texts: Mapping[str, list[int]], cut: Cut) -> PlantedDr
     planted = PlantedDrafter(texts, cut, engine.sizes.block_size, engine.target.vocab_size, forward.drafter)
     if isinstance(forward.drafter, PlantedDrafter):
         planted.real = forward.drafter.real
-        context = forward.drafter.context.items()
-        planted.context = {slot: entry for slot, entry in context if slot // pool.page_size in pool._digest_of}
+        context, pages = forward.drafter.context.items(), set(pool.cached.values())
+        planted.context = {slot: entry for slot, entry in context if slot // pool.page_size in pages}
     forward.drafter = planted
     return planted
 

@@ -17,7 +17,6 @@ from tests.fast.engine.device_lengths import device_lengths
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.lossless import make_engine
 from tests.fast.engine.pairs import Pair
-from tests.fast.schedule.scheduler_harness import check_pages
 
 PAGE = 4
 BAD_TOKEN = 50
@@ -66,7 +65,7 @@ class Run:
             self.texts[delta.request_id] += delta.token_ids
             if delta.finish_reason:
                 self.ends[delta.request_id] = delta
-        check_pages(self.scheduler)
+        self.scheduler.check()
 
     def until(self, told: int, request_id: str = "r1") -> "Run":
         """Until a request has said so many tokens."""

@@ -1,32 +1,10 @@
-"""The books of recurrent slots: every slot is free, owned by one sequence, or a checkpoint of a cached page."""
+"""A recurrent slot against a reference's memory."""
 
-from collections import Counter
 from typing import Any
 
 import torch
 
 from app.engine.load.engine import Engine
-from app.engine.schedule.scheduler import Scheduler
-
-
-def check_state_slots(scheduler: Scheduler) -> list[int]:
-    """Hold the slots against their owners and readers. Return those that are owned."""
-    states, pool = scheduler.states, scheduler.pool
-    held = Counter(
-        slot for seq in scheduler.running for slot in (seq.state_slot, seq.next_state_slot, seq.split_slot) if slot
-    )
-    frozen = states._num_readers
-    owned = [slot for slot in held if slot not in frozen]
-    assert all(held[slot] == 1 for slot in owned), "a slot that steps write has one owner"
-    assert {slot: held[slot] for slot in frozen} == frozen
-    assert sorted([*states._free, *owned, *frozen]) == list(range(1, states.num_slots + states.num_checkpoints + 1))
-    assert len(owned) == states.num_used and len(frozen) == states.num_used_checkpoints <= states.num_checkpoints
-    assert {slot: digest for digest, slot in states._slot_of.items()} == states._digest_of
-    assert set(states._digest_of) | set(held) >= set(frozen), "what no sequence reads can be found"
-    assert set(states._slot_of) <= set(pool._page_of), "a checkpoint goes with its page"
-    assert states._spare_owner in (None, *scheduler.running), "the spare slot is given back"
-    assert not any(seq.state_slot or seq.next_state_slot or seq.split_slot for seq in scheduler.waiting)
-    return owned
 
 
 def check_state(engine: Engine, slot: int, start: int, wanted: list[Any]) -> None:

@@ -31,7 +31,7 @@ from tests.fast.engine.lossless import LUCKY, make_engine
 from tests.fast.engine.pairs import Pair
 from tests.fast.engine.thread_ranks import ThreadRanks
 from tests.fast.engine.watched_pages import watch
-from tests.fast.schedule.scheduler_harness import Harness, check_pages, held
+from tests.fast.schedule.scheduler_harness import Harness, held
 
 torch.set_num_threads(1)
 PAGE = (ROOT / "docs" / "drafts.md").read_text(encoding="utf-8")
@@ -52,7 +52,7 @@ def run_watched(core: EngineCore, requests: list[Request]) -> tuple[list[Any], l
     schedule = core.scheduler.schedule
 
     def watched() -> Any:
-        check_pages(core.scheduler)
+        core.scheduler.check()
         batch = schedule()
         used.append(max((len(held(seq)) for seq in core.scheduler.running), default=0))
         return batch
@@ -153,7 +153,7 @@ def test_the_text_is_that_without_a_draft_and_no_step_writes_what_others_have(tm
 
         def checked(batch: Any) -> Any:
             pending = launch(batch)
-            check_pages(engine.core.scheduler)
+            engine.core.scheduler.check()
             return pending
 
         engine.core.launch = checked  # type: ignore[method-assign]
@@ -241,11 +241,11 @@ def test_pages_before_the_window_are_reused_before_those_that_a_turn_may_go_on_f
     harness.drain()
     assert harness.scheduler.draft_pages
     pool = harness.scheduler.draft_pages.pool
-    kept = dict(pool._page_of)
+    kept = dict(pool.cached)
     assert kept and harness.done[first]
     harness.add(5, 50)
     harness.drain()
-    assert kept.items() <= pool._page_of.items()
+    assert kept.items() <= pool.cached.items()
 
 
 def test_the_pages_that_a_turn_would_go_on_from_are_the_last_to_be_reused():
@@ -296,9 +296,9 @@ def test_a_flush_forgets_the_drafts_pages_too():
     harness = Harness(page_size=4, block_size=2, max_num_seqs=2, prefix_caching=True, draft_window=8)
     harness.add(17, 2)
     harness.drain()
-    assert harness.scheduler.draft_pages and harness.scheduler.draft_pages.pool._page_of
+    assert harness.scheduler.draft_pages and harness.scheduler.draft_pages.pool.cached
     harness.flush()
-    assert not harness.scheduler.draft_pages.pool._page_of
+    assert not harness.scheduler.draft_pages.pool.cached
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,6 @@ from tests.fast.engine.planted_faults import (
     undisturbed,
 )
 from tests.fast.engine.steady import steady_costs
-from tests.fast.schedule.scheduler_harness import check_pages
 
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -122,9 +121,9 @@ def test_pages_that_may_hold_nan_are_found_by_no_sequence(pair: Pair):
     bad = Request("bad", (1, 2, BAD_TOKEN) * 16, 9)
     run = Run(engine, [bad])
     run.step()
-    assert run.scheduler.pool._page_of
+    assert run.scheduler.pool.cached
     run.to_the_end()
-    assert list(run.errors()) == ["bad"] and not run.scheduler.pool._page_of
+    assert list(run.errors()) == ["bad"] and not run.scheduler.pool.cached
 
 
 @pytest.mark.parametrize(("live_part", "make"), [(True, engine_of), (False, engine_of), (True, overlapping)])
@@ -365,14 +364,14 @@ def test_a_thousand_random_aborts_leave_nothing_behind(crowded: Engine):
             live.remove(name)
             aborted += 1
             assert scheduler.pool.num_used == used - len(owned - others)
-        check_pages(scheduler)
+        scheduler.check()
     for name in live:
         core.abort(name)
     scarce = scheduler.pool.num_usable < 50
     assert phases == {"queued", "prefilling", "decoding"} | ({"preempted", "resumed"} if scarce else set())
     assert scheduler.prefix_cache_hits > 0
     assert not core.has_work and scheduler.pool.num_used == 0
-    assert sorted(scheduler._free_batch_slots) == list(range(scheduler.max_num_seqs))
+    scheduler.check()
     policy = scheduler.policy
     assert not policy.histories
     good = Request("last", (1, 2, 3), 5)

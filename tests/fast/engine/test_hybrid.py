@@ -39,7 +39,7 @@ from tests.fast.engine.planted import PlannedRun
 from tests.fast.engine.planted import make_engine as make_planted_engine
 from tests.fast.engine.planted_faults import NAN, PHASES, Run, during
 from tests.fast.engine.reference import features, greedy, teacher_forced
-from tests.fast.engine.state_books import check_state, check_state_slots
+from tests.fast.engine.state_books import check_state
 
 torch.set_num_threads(1)
 BLOCK = 8
@@ -206,9 +206,9 @@ def check_states(engine: Engine, reference: HybridReference) -> int:
 def check_slots(engine: Engine) -> None:
     """Each running sequence has a slot of its own, at most one has another for its next chunk, and no slot is lost."""
     scheduler = engine.core.scheduler
-    owned = check_state_slots(scheduler)
+    scheduler.check()
     assert all(seq.state_slot for seq in scheduler.running)
-    assert len(owned) <= len(scheduler.running) + 1
+    assert scheduler.states.num_used <= len(scheduler.running) + 1
 
 
 @pytest.mark.parametrize("cut", fast_ones(range(BLOCK), (4,)))

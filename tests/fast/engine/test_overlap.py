@@ -22,7 +22,6 @@ from tests.fast.engine.planted_faults import BAD_TOKEN, NAN, PHASES, Planted, Ru
 from tests.fast.engine.planted_faults import engine_of as eager
 from tests.fast.engine.steady import steady_costs
 from tests.fast.engine.watched_pages import watch
-from tests.fast.schedule.scheduler_harness import check_pages
 
 BLOCK = 8
 
@@ -185,7 +184,7 @@ def test_who_is_aborted_with_a_step_in_flight_frees_its_pages_at_once(lucky: Pai
         used = run.scheduler.pool.num_used
         run.core.abort(name)
         assert run.scheduler.pool.num_used == used - len(pages)
-        check_pages(run.scheduler)
+        run.scheduler.check()
         del run.texts[name]
     assert run.core.has_work != everyone
     for request in asked[3:]:
@@ -234,8 +233,8 @@ def test_whatever_comes_and_goes_all_say_what_they_say_alone(lucky: Pair, verify
                 texts[delta.request_id] += delta.token_ids
                 if delta.finish_reason:
                     live.remove(delta.request_id)
-        check_pages(scheduler)
-    assert scheduler.pool.num_used == 0 and sorted(scheduler._free_batch_slots) == list(range(scheduler.max_num_seqs))
+        scheduler.check()
+    assert scheduler.pool.num_used == 0
     expected = undisturbed(alone, list(asked.values()))
     for name, text in texts.items():
         assert text == (expected[name][: len(text)] if name in aborted else expected[name])

@@ -30,7 +30,6 @@ from tests.fast.engine.lossless import (
 )
 from tests.fast.engine.pairs import make_pair
 from tests.fast.engine.watched_pages import watch
-from tests.fast.schedule.scheduler_harness import check_pages
 
 Counts = list[tuple[int, int, int]]
 """(tokens, verified, accepted) of every step of a request."""
@@ -84,7 +83,7 @@ def ask(engine: Engine, *requests: Request) -> Answers:
     answers = Answers()
     engine.core.run(list(requests), lambda step: [answers.take(delta) for delta in step.deltas])
     assert engine.core.scheduler.pool.num_used == 0
-    check_pages(engine.core.scheduler)
+    engine.core.scheduler.check()
     return answers
 
 
@@ -255,7 +254,7 @@ def test_requests_over_a_tree_of_prefixes_get_no_wrong_token_and_leave_no_page(f
                     live.remove(delta.request_id)
     scheduler = core.scheduler
     assert not live and scheduler.pool.num_used == 0
-    check_pages(scheduler)
+    scheduler.check()
     texts = []
     for index in range(count):
         expected = subject.off(case.temperature_of(index))[index]
@@ -283,7 +282,7 @@ def test_a_request_that_ends_in_its_first_step_has_begun_in_it(folder: Path, pro
 
 def test_the_warm_up_leaves_nothing_in_the_cache(folder: Path):
     scheduler = engine_of(lucky_subject(folder), page_size=1).core.scheduler
-    assert not scheduler.pool._digest_of and scheduler.pool.num_used == 0
+    assert not scheduler.pool.cached and scheduler.pool.num_used == 0
     assert (scheduler.prefix_cache_queries, scheduler.prefix_cache_hits) == (0, 0)
 
 

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from array import array
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -120,6 +121,16 @@ def test_a_message_of_one_request_that_cannot_be_read_is_that_requests_error(par
     assert ended["wrong"].finish_reason == ended["wrong too"].finish_reason == "error"
     assert "cannot read" in str(ended["wrong"].error) and "token_ids" in str(ended["wrong"].error)
     assert ended["good"].finish_reason == "length"
+
+
+@pytest.mark.parametrize("level", ["debug", "info"])
+def test_at_the_level_debug_an_engine_without_work_ends_when_a_page_is_lost(parent, engine, caplog, level):
+    caplog.set_level(level.upper(), "app.engine.process")
+    assert answers(parent, engine, submit("good"))["good"].finish_reason == "length"
+    engine.core.scheduler.pool.grow(array("i"), 1)
+    raises = pytest.raises(AssertionError, match="has 0 owners, but 1 are counted")
+    with raises if level == "debug" else contextlib.nullcontext():
+        answers(parent, engine, submit("good"))
 
 
 @pytest.mark.parametrize("nonsense", [b"", b"\xc1", b"\x93\x01\x02", msgspec.msgpack.encode({"type": "Submit"})])

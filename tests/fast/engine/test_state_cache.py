@@ -30,7 +30,6 @@ from tests.fast.engine.planted import PlannedRun
 from tests.fast.engine.planted import make_engine as make_planted_engine
 from tests.fast.engine.planted_faults import NAN, Planted, Run, names
 from tests.fast.engine.reference import greedy
-from tests.fast.engine.state_books import check_state_slots
 from tests.fast.engine.watched_states import WatchedStates
 
 torch.set_num_threads(1)
@@ -87,7 +86,7 @@ class Chat:
 
         said = self.engine.core.run([request], note)[request.request_id]
         assert said == greedy(self.reference, list(prompt), max_tokens)
-        check_state_slots(self.engine.core.scheduler)
+        self.engine.core.scheduler.check()
         assert self.engine.core.scheduler.states.num_used == 0
         (cached,) = found
         self.cached.append(cached)
@@ -148,7 +147,7 @@ def test_a_prompt_that_fails_between_its_chunks_gives_the_spare_slot_back(pair, 
 
     monkeypatch.setattr(engine.core, "launch", fails)
     run.step()
-    check_state_slots(engine.core.scheduler)
+    engine.core.scheduler.check()
     assert list(run.errors()) == ["bad"]
     run.texts["next"] = []
     engine.core.add(flat_request("next", tokens_of(59), 9))
@@ -238,7 +237,7 @@ def test_a_flush_leaves_running_sequences_what_they_read(pair: Pair, reference: 
     while engine.core.has_work:
         said += [token for delta in engine.core.step().deltas for token in delta.token_ids]
         engine.core.flush_cache()
-        check_state_slots(engine.core.scheduler)
+        engine.core.scheduler.check()
     assert said == greedy(reference, list(text), 12)
     assert engine.core.scheduler.states.num_used_checkpoints == 0
 
@@ -277,7 +276,7 @@ def test_a_checkpoint_goes_with_its_page(pair: Pair, reference: HybridReference)
     chat.ask(tokens_of(50, seed=1), 8)  # takes all pages but a few
     chat.ask(tokens_of(21), 4)
     assert chat.cached == [0, 0, 0]
-    assert set(engine.core.scheduler.states._slot_of) <= set(engine.core.scheduler.pool._page_of)
+    assert set(engine.core.scheduler.states.checkpoints) <= set(engine.core.scheduler.pool.cached)
 
 
 def test_apreempted_sequence_goes_on_from_a_checkpoint(pair: Pair, reference: HybridReference):
@@ -336,7 +335,7 @@ def test_dflash_and_a_cache_change_no_token(lucky: Subject, case: Case, short_in
 
 def remembered(engine: Engine) -> Iterator[torch.Tensor]:
     """State and conv inputs of every checkpoint that can be found."""
-    slots = torch.tensor(sorted(engine.core.scheduler.states._digest_of), dtype=torch.long)
+    slots = torch.tensor(sorted(engine.core.scheduler.states.checkpoints.values()), dtype=torch.long)
     for number in engine.core.runner.forward.target.config.gated_delta.layers:
         memory = engine.core.runner.pools[0].layers[number]
         yield from (memory.matrix[slots], memory.conv[slots])
@@ -357,7 +356,7 @@ def test_nan_in_a_state_is_in_no_checkpoint(pair: Pair, reference: HybridReferen
     while engine.core.has_work:
         run.step()
         assert all(x.isfinite().all() for x in remembered(engine)) or run.errors() == {}
-        check_state_slots(engine.core.scheduler)
+        engine.core.scheduler.check()
     assert list(run.errors()) == ["r1"]
     assert all(x.isfinite().all() for x in remembered(engine))
     again = engine.core.run([replace(request, request_id=f"{request.request_id} again") for request in asked])
@@ -368,11 +367,11 @@ def test_nan_in_a_state_is_in_no_checkpoint(pair: Pair, reference: HybridReferen
 def test_a_request_that_finds_nan_is_recomputed_without_the_cache(pair: Pair, reference: HybridReference):
     engine, prompt = engine_of(pair, enforce_eager=True), tokens_of(22)
     engine.core.run([Request("first", prompt, 1)])
-    for slot in list(engine.core.scheduler.states._digest_of):
+    for slot in list(engine.core.scheduler.states.checkpoints.values()):
         poison(engine, slot)
     assert engine.core.run([Request("second", prompt, 9)])["second"] == greedy(reference, list(prompt), 9)
     assert all(x.isfinite().all() for x in remembered(engine))
-    check_state_slots(engine.core.scheduler)
+    engine.core.scheduler.check()
 
 
 # Sizes

@@ -6,7 +6,7 @@ import torch
 
 from app.engine.load.engine import Engine
 from app.engine.schedule.batch import Batch
-from tests.fast.schedule.scheduler_harness import check_pages, protected, protected_in_draft
+from tests.fast.schedule.scheduler_harness import protected, protected_in_draft
 
 
 def watch(engine: Engine) -> None:
@@ -21,7 +21,7 @@ def watch(engine: Engine) -> None:
         return [x[own] for pool, own in zip(pools, pages, strict=False) for kv in pool.layers for x in (kv.k, kv.v)]
 
     def watched(batch: Batch) -> Any:
-        check_pages(scheduler)
+        scheduler.check()
         untouchable = protected(scheduler)
         for share in batch.shares:
             end = max(share.end, share.start + engine.sizes.block_size) if share.num_drafts else share.end

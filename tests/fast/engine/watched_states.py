@@ -8,7 +8,7 @@ from torch import Tensor
 from app.engine.load.engine import Engine
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from tests.fast.engine.hybrid_reference import HybridReference
-from tests.fast.engine.state_books import check_state, check_state_slots
+from tests.fast.engine.state_books import check_state
 
 
 class WatchedStates:
@@ -31,8 +31,8 @@ class WatchedStates:
     def check(self) -> None:
         """Call this between two steps."""
         states, size = self.scheduler.states, self.scheduler.pool.page_size
-        new = states._slot_of.items() - self._known
-        self._known = set(states._slot_of.items())
+        new = states.checkpoints.items() - self._known
+        self._known = set(states.checkpoints.items())
         with torch.inference_mode():
             for digest, slot in new:
                 tokens = self._tokens[digest]
@@ -42,8 +42,8 @@ class WatchedStates:
                 self.num_checked += 1
 
     def _watched(self, batch: Batch) -> Any:
-        check_state_slots(self.scheduler)
-        frozen = torch.tensor(sorted(self.scheduler.states._digest_of), dtype=torch.long)
+        self.scheduler.check()
+        frozen = torch.tensor(sorted(self.scheduler.states.checkpoints.values()), dtype=torch.long)
         before = self._kept(frozen)
         pending = self._launch(batch)
         assert all(map(torch.equal, self._kept(frozen), before)), "a checkpoint was written"

@@ -9,7 +9,6 @@ themselves, knows the expected hits.
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from copy import deepcopy
 from dataclasses import dataclass
 from random import Random
 
@@ -58,35 +57,14 @@ def held(seq: Sequence) -> "array[int]":
 def protected(scheduler: Scheduler) -> set[int]:
     """Return the pages that no step may write: those with several owners, and those that the cache can find."""
     owners = Counter(page for seq in scheduler.running for page in seq.pages)
-    return {*(page for page, count in owners.items() if count > 1), *scheduler.pool._digest_of}
+    return {*(page for page, count in owners.items() if count > 1), *scheduler.pool.cached.values()}
 
 
 def protected_in_draft(scheduler: Scheduler) -> set[int]:
     """Return those of the draft's own pages."""
     assert scheduler.draft_pages
     owners = Counter(page for seq in scheduler.running for page in held(seq))
-    return {*(page for page, count in owners.items() if count > 1), *scheduler.draft_pages.pool._digest_of}
-
-
-def check_pages(scheduler: Scheduler) -> None:
-    """Every page but the scratch ones is free, or owned by as many sequences as the pool counts: only with a cache by
-    more than one. Check that a digest finds its page, that no other digest does, and that no seat is lost."""
-    sequences = [*scheduler.running, *scheduler.waiting]
-    pools = [(scheduler.pool, [seq.pages for seq in sequences])]
-    if scheduler.draft_pages:
-        pools.append((scheduler.draft_pages.pool, [held(seq) for seq in sequences]))
-    for pool, owned in pools:
-        owners = Counter(page for pages in owned for page in pages)
-        free = array("i")
-        deepcopy(pool).grow(free, pool.num_free * pool.page_size)
-        assert sorted([*owners, *free]) == list(range(pool.num_pages - pool.num_usable, pool.num_pages))
-        assert pool.num_used == len(owners)
-        assert pool._num_owners == [owners[page] for page in range(pool.num_pages)]
-        assert scheduler.prefix_caching or max(owners.values(), default=1) == 1
-        assert pool._page_of == {digest: page for page, digest in pool._digest_of.items()}
-        assert set(pool._free_cached) == set(pool._digest_of) - set(owners)
-    seats = [*scheduler._free_batch_slots, *(seq.batch_slot for seq in scheduler.running)]
-    assert sorted(seats) == list(range(scheduler.max_num_seqs)), "free seats and running sequences are all seats"
+    return {*(page for page, count in owners.items() if count > 1), *scheduler.draft_pages.pool.cached.values()}
 
 
 class Harness:
@@ -138,7 +116,7 @@ class Harness:
         self.pages_evicted = 0
         self.waits = 0
         self._num_queried = 0
-        self._flushed_under: set[str] = set()
+        self.flushed_under: set[str] = set()
         self._count = 0
 
     # Actions of a user
@@ -179,7 +157,7 @@ class Harness:
     def flush(self) -> None:
         self.scheduler.flush_cache()
         self.cached.clear()
-        self._flushed_under = {seq.request.request_id for seq in self.scheduler.running}
+        self.flushed_under = {seq.request.request_id for seq in self.scheduler.running}
         self.check_between_steps()
 
     def step(self, accept: Accept = lambda rows: rows.num_drafts) -> tuple[Batch, dict[str, TokenDelta]]:
@@ -308,12 +286,12 @@ class Harness:
             if request_id not in self.num_cached:
                 self.num_cached[request_id] = seq.num_computed
                 self._num_queried += len(seq.request.token_ids)
-        self._flushed_under &= {seq.request.request_id for seq in self.scheduler.running}
+        self.flushed_under &= {seq.request.request_id for seq in self.scheduler.running}
 
     def cache_full_pages(self, seq: Sequence, first: int, pages: "array[int]") -> None:
         """After a commit; `first` is the first page that was not full before it."""
         request_id = seq.request.request_id
-        if not self.prefix_caching or request_id in self._flushed_under:
+        if not self.prefix_caching or request_id in self.flushed_under:
             return
         for page in range(first, seq.num_computed // self.page_size):
             place = self.place(seq.request, seq.token_ids[: (page + 1) * self.page_size])
@@ -324,7 +302,7 @@ class Harness:
         left = list(self.prefixes(seq))[len(self.found(seq)) :]
         return bool(left) and any(
             other.num_computed < len(left[0][1]) <= other.num_tokens
-            and other.request.request_id not in self._flushed_under
+            and other.request.request_id not in self.flushed_under
             and self.place(other.request, other.token_ids[: len(left[0][1])]) == left[0]
             for other in self.scheduler.running
         )
@@ -354,7 +332,7 @@ class Harness:
         assert batch, "there is work and nothing runs"
         assert sum(share.count for share in batch.shares) <= self.budget
         assert len(scheduler.running) <= scheduler.max_num_seqs
-        check_pages(self.scheduler)
+        self.scheduler.check()
 
         in_batch = [share.seq for share in batch.shares]
         assert len(set(map(id, in_batch))) == len(in_batch), "a sequence runs twice"
@@ -431,19 +409,13 @@ class Harness:
         scheduler = self.scheduler
         assert {seq.request.request_id for seq in self.sequences} == set(self.live)
         assert len(self.sequences) == len(self.live)
-        arrivals = [seq.arrival for seq in self.sequences]
-        assert arrivals == sorted(arrivals), "who came first is not served first"
-        check_pages(self.scheduler)
+        self.scheduler.check()
         for seq in scheduler.running:
-            assert seq.num_computed <= seq.num_tokens - 1
-            assert seq.is_decoding == (seq.num_computed == seq.num_tokens - 1)
             self.check_memory(self.target_kv, seq, seq.num_computed)
             self.check_draft_memory(seq, seq.num_computed)
-        for seq in scheduler.waiting:
-            assert not seq.pages and not seq.draft_pages and seq.num_computed == 0
         for seq in self.sequences:
             scripted = self.live[seq.request.request_id]
             assert seq.token_ids == [*scripted.request.token_ids, *scripted.emitted], "tokens were lost"
-        assert set(self.pool._digest_of) == set(self.cached.values()), "not what must be found"
+        assert set(self.pool.cached.values()) == set(self.cached.values()), "not what must be found"
         if not scheduler.has_work:
             assert self.pool.num_used == 0

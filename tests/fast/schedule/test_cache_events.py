@@ -125,7 +125,7 @@ def test_the_rebuilt_index_is_the_pools_after_a_random_load(sockets):
         work(harness, Random(seed), publisher, 40)
         while index.next < publisher._next:
             index.take(*subscriber.recv_multipart())
-        assert index.pages.keys() == harness.pool._page_of.keys()
+        assert index.pages.keys() == harness.pool.cached.keys()
     assert harness.pages_evicted and harness.pages_found and index.longest > 1
     assert index.kinds == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
 
@@ -199,4 +199,4 @@ def test_without_events_the_pool_collects_none():
     harness = Harness(page_size=PAGE, prefix_caching=True)
     harness.add(12, 4)
     harness.drain()
-    assert harness.pool._page_of and harness.scheduler.events is None and harness.scheduler.take_cache_events() == []
+    assert harness.pool.cached and harness.scheduler.events is None and harness.scheduler.take_cache_events() == []

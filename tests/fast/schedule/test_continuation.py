@@ -1,5 +1,6 @@
 """The step behind one in flight has the right sequences and pages, and `commit` takes the right rows of it."""
 
+from array import array
 from collections.abc import Collection
 from typing import Any
 
@@ -14,7 +15,6 @@ from app.engine.schedule.state_slots import StateSlots
 from app.engine.sequence import NOT_FINITE, Sequence
 from app.messages import Request, SamplingParams, TokenDelta
 from tests.fast.engine.flat_request import flat_request
-from tests.fast.schedule.scheduler_harness import check_pages
 
 BLOCK = 4
 
@@ -64,7 +64,7 @@ class Flight:
 
     def commit(self, batch: Batch, tokens: list[list[int]], accepted: list[int]) -> list[TokenDelta]:
         deltas = self.scheduler.commit(batch, StepResult(tokens, accepted))
-        check_pages(self.scheduler)
+        self.scheduler.check()
         return deltas
 
 
@@ -209,7 +209,7 @@ def test_where_pages_are_short_none_are_taken():
     flight = Flight(2, pages=18)
     used = flight.pool.num_used
     assert flight.behind() is None and flight.pool.num_used == used
-    check_pages(flight.scheduler)
+    flight.scheduler.check()
 
 
 def test_pages_that_one_owns_already_are_not_another_ones():
@@ -254,8 +254,9 @@ def test_what_a_step_in_flight_may_still_write_is_scrubbed_and_what_is_known_is_
     (seq,) = flight.seqs
     pages = seq.pages[:]
     flight.commit(flight.batch, [[10, 9, 11, 12]], [3])  # 5 tokens, and KV of 4
-    assert flight.pool._suspects == set(pages[4:]) and len(pages) == 10
     assert list(flight.pool.find([seq.digest(page, 1) for page in range(4)])) == list(pages[:4])
+    flight.pool.grow(array("i"), flight.pool.num_free)
+    assert sorted(flight.pool.to_scrub) == sorted(pages[4:]) and len(pages) == 10
 
 
 def test_no_step_is_scheduled_ahead_before_rejected_drafts_are_scrubbed_behind_the_step_in_flight():
@@ -292,4 +293,4 @@ def test_a_flush_lets_nothing_of_the_step_in_flight_be_cached():
     flight.commit(flight.batch, [[10, 11, 12, 13]], [3])
     flight.scheduler.flush_cache()
     flight.commit(behind, [[20, 21, 22, 23]], [3])
-    assert not flight.pool._digest_of
+    assert not flight.pool.cached

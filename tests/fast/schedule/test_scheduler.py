@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, multiple, rule
 
 from app.engine.models.page_pool import SCRATCH_PAGES, OutOfPages, PagePool
-from app.engine.schedule.batch import StepResult
+from app.engine.schedule.batch import Batch, StepResult
 from app.engine.schedule.policy import Policy
 from app.engine.schedule.scheduler import Scheduler
 from app.engine.sequence import NOT_FINITE
@@ -382,8 +382,9 @@ def test_who_starts_over_preempts_the_newest_if_it_needs_their_pages():
     assert seq.num_found == 7 and len(seq.pages) + harness.pool.num_free - 7 < 12
     harness.pool.forget(seq.pages)
     harness.cached = {place: page for place, page in harness.cached.items() if page not in seq.pages}
-    harness.scheduler._start_over(seq)
-    harness._flushed_under = {second}
+    harness.scheduler.to_start_over.append(seq)
+    harness.scheduler.commit(Batch(), StepResult([], []))
+    harness.flushed_under = {second}
     assert [seq.request.request_id for seq in harness.scheduler.running] == [first, second]
     assert list(harness.scheduler.waiting) == [harness.sequence(third)]
     assert not set(seq.pages) & set(harness.sequence(first).pages)
