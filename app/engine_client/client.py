@@ -108,7 +108,7 @@ class EngineClient:
         now = time.monotonic()
         stream = RequestStream(request.request_id, self._leave, self._metrics, arrived or now)
         loop = asyncio.get_running_loop()
-        timer = None if deadline is None else loop.call_later(deadline - now, self._expire, stream)
+        timer = None if deadline is None else loop.call_later(deadline - now, self.expire, request.request_id)
         self._running[request.request_id] = _Running(stream, permits, timer)
         self.idle.clear()
         self._metrics.count("prompt_tokens", len(request.token_ids))
@@ -126,6 +126,12 @@ class EngineClient:
         if running := self._running.get(request_id):
             running.stream.put(TokenDelta(request_id, [], [], finish_reason="abort"))
             self._leave(running.stream)
+
+    def expire(self, request_id: str) -> None:
+        """End a request whose deadline has come."""
+        if running := self._running.get(request_id):
+            running.stream.expired = True
+            self.abort(request_id)
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests and wait for the running ones. Those left after `timeout` seconds end in an error."""
@@ -169,10 +175,6 @@ class EngineClient:
             self._kv_events.publish([CacheEvent("cleared")])
         self._fail_running(reason)
         self.admission.num_unacknowledged = 0
-
-    def _expire(self, stream: RequestStream) -> None:
-        stream.expired = True
-        self.abort(stream.request_id)
 
     def _leave(self, stream: RequestStream) -> None:
         """Abort the request of a closed stream, if it still runs."""

@@ -33,14 +33,14 @@ class EngineLink:
     """
 
     def __init__(self) -> None:
-        self._folder = _private_folder()
+        self.folder = _private_folder()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._commands = context.socket(zmq.PUSH)
         self._replies = context.socket(zmq.PULL)
         for socket in (self._commands, self._replies):
             socket.set_hwm(0)  # Admission bounds the messages. A socket that drops one would lose a request.
             socket.linger = 0
-        self.addresses = [f"ipc://{self._folder / name}" for name in ("commands", "replies")]
+        self.addresses = [f"ipc://{self.folder / name}" for name in ("commands", "replies")]
         self._process: asyncio.subprocess.Process | None = None
 
     @classmethod
@@ -137,7 +137,7 @@ class EngineLink:
             _kill_session(process.pid)
         self._commands.close()
         self._replies.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _kill_session(pid: int) -> None:

@@ -47,7 +47,7 @@ def shared_server(model_folder: Path) -> Iterator[Server]:
 def url(server: Server) -> Iterator[str]:
     ended = threading.Event()
 
-    seen = server.script._seen
+    seen = server.script.events
     patience = seen.rcvtimeo
 
     def play() -> None:

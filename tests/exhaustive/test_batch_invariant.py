@@ -41,9 +41,9 @@ def alone(subject: Subject, case: Case) -> list[list[int]]:
     """Texts of plain decoding, one request at a time, as `case` samples."""
     asked = Case(speculation="off", temperature=case.temperature, sampling=case.sampling)
     key = case.temperature or 0.0, case.sampling
-    if key not in subject._off:
-        subject._off[key] = subject.run(asked).texts
-    return subject._off[key]
+    if key not in subject.plain_texts:
+        subject.plain_texts[key] = subject.run(asked).texts
+    return subject.plain_texts[key]
 
 
 def expected(subject: Subject, case: Case) -> list[list[int]]:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 import zmq
@@ -182,9 +183,9 @@ def test_after_a_death_no_request_has_a_place_before_its_end_is_read(ready_serve
 
 def test_an_engine_is_a_session_of_its_own_and_takes_its_folder_with_it(own_server):
     """Ctrl-C in a terminal reaches the server alone, which drains. Nothing is left in the temporary folder."""
-    pid = own_server.script.see("started")["pid"]
-    folder = own_server.engine.supervisor._link._folder
+    started = own_server.script.see("started")
+    pid, folder = started["pid"], Path(started["folder"])
     assert os.getsid(pid) == pid and folder.is_dir()
     own_server.script.order("die", code=1)
-    assert own_server.script.see("started")
-    assert not folder.exists() and own_server.engine.supervisor._link._folder.is_dir()
+    next_folder = Path(own_server.script.see("started")["folder"])
+    assert not folder.exists() and next_folder.is_dir()

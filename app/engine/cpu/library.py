@@ -19,7 +19,7 @@ from app.engine.cache_folder import cache, work_folder
 logger = logging.getLogger(__name__)
 
 on_source: ContextVar[Callable[[int, int], None]] = ContextVar("on_source", default=lambda done, total: None)
-"""Is called with the number of sources that are compiled, and the number of all."""
+"""Called with (sources compiled, sources in all)."""
 _SECONDS = 300  # A source takes 3 to 13 seconds of a processor, and the longest comes first.
 _TORCH = Path(torch.__file__).parent
 _FACTS = (b"model name", b"flags", b"Features", b"CPU part")
@@ -36,11 +36,11 @@ def load_operators(*sources: Path) -> None:
     with cache("libraries") as folder:
         library = folder / f"{sources[0].stem}-{_digest(sources)}.so"
         try:
-            _check(library)
+            check_sealed(library)
             os.utime(library)  # the last use counts
             torch.ops.load_library(library)
         except (OSError, RuntimeError):  # missing, damaged, or made for another system's libraries
-            _compile(sources, library)
+            compile_sources(sources, library)
             torch.ops.load_library(library)
 
 
@@ -70,7 +70,7 @@ def _digest(sources: Sequence[Path]) -> str:
     return what.hexdigest()[:16]
 
 
-def _compile(sources: Sequence[Path], library: Path) -> None:
+def compile_sources(sources: Sequence[Path], library: Path) -> None:
     """Compile a source a core, and link to another name first, so no other process sees half a library."""
     report, flags = on_source.get(), (*_FLAGS, f"-I{_TORCH / 'include'}", "-c")
     report(0, len(sources))
@@ -98,7 +98,7 @@ def sealed(code: bytes) -> bytes:
     return code + hashlib.sha256(code).digest()
 
 
-def _check(library: Path) -> None:
+def check_sealed(library: Path) -> None:
     """Raise OSError if the library is missing or damaged, because loading a part of one kills the process."""
     found = library.read_bytes()
     if sealed(found[: -hashlib.sha256().digest_size]) != found:

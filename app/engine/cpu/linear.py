@@ -34,7 +34,7 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 def own(dtype: torch.dtype) -> Multiply | None:
     """Return the operator (x [T, in], weight [out, in], bias [out] or None), or None if a dtype has none here."""
-    return _operator() if dtype in DTYPES else None
+    return compiled() if dtype in DTYPES else None
 
 
 def why_not_bfloat16() -> str:
@@ -52,7 +52,7 @@ def float32(x: Tensor, weight: Tensor) -> Tensor:
     """Return x @ weight.T in float32 [T, out], summed in float32, for x [T, in] and weight [out, in] of one dtype.
     PyTorch's products would round the sums to bfloat16. Without the operator it multiplies copies of some rows of the
     weight at a time, which stay in the processor's caches."""
-    if x.dtype == torch.bfloat16 and _operator() and weight.is_contiguous():
+    if x.dtype == torch.bfloat16 and compiled() and weight.is_contiguous():
         result: Tensor = torch.ops.dflash_server.linear_float32(x.contiguous(), weight)
         return result
     wide = x.float()
@@ -62,12 +62,13 @@ def float32(x: Tensor, weight: Tensor) -> Tensor:
 
 def set_threads(threads: int) -> None:
     """Set the operators' number of threads, whatever PyTorch has."""
-    if _operator():
+    if compiled():
         torch.ops.dflash_server.set_threads(threads)
 
 
 @cache
-def _operator() -> Multiply | None:
+def compiled() -> Multiply | None:
+    """Return the operator of linear.cpp, which is compiled at the first call, or None if that cannot be done here."""
     try:
         load_operators(*map(Path(__file__).with_name, ("linear.cpp", "attention.cpp", "rotate.cpp", "decoder.cpp")))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:

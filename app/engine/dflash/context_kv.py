@@ -72,15 +72,10 @@ class PendingContext:
         self._may_wait = False
         self._num_committed = 0
 
-    @property
-    def num_steps(self) -> int:
-        """Return how many steps' rows are pending."""
-        return len(self._steps)
-
     def begin_step(self, sequences: Sequence[object] | None) -> None:
         """Begin a step of `sequences`, which decode without drafts; None begins any other step.
 
-        Pending rows are written first, unless the step before had the same sequences.
+        Pending rows are written first, unless the previous step had the same sequences.
         """
         self._num_committed = len(self._steps)
         if sequences is None or sequences != self._sequences:

@@ -49,7 +49,7 @@ class PathHead(nn.Module):
 
         Logits of at most `max_rows` rows are made at once. A row that is not finite gets any token.
         """
-        parts = [self._candidates(part, lm_head) for part in hidden.split(max_rows)]
+        parts = [self.candidates(part, lm_head) for part in hidden.split(max_rows)]
         blocks = anchors.shape[0], -1
         values, ids = (torch.cat(each).unflatten(0, blocks) for each in zip(*parts, strict=True))
         drafts = self.walk(hidden.unflatten(0, blocks).float(), values, ids, anchors)
@@ -100,7 +100,7 @@ class PathHead(nn.Module):
             drafts.append(token)
         return torch.stack(drafts, dim=1)
 
-    def _candidates(self, hidden: Tensor, lm_head: Tensor) -> tuple[Tensor, Tensor]:
+    def candidates(self, hidden: Tensor, lm_head: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits [R, k] fp32 of the best tokens of rows [R, H], in order, and the draft's ids of these.
 
         Only chunks whose best is among the best can hold one of them. So the others are not sorted.

@@ -30,7 +30,7 @@ from app.engine.cuda.launch import counters
 from app.engine.device.base import AttentionMetadata, Graph
 from app.engine.device.torch import RerunGraph
 from app.engine.sampling.metadata import GRAPH_KINDS, Kind
-from app.engine.schedule.batch import Batch
+from app.engine.schedule.batch import Batch, StepResult
 from app.engine.step.runner import PendingStep
 from tests import UNTIMED
 from tests.fast.engine.dialects import as_dflash2, in_deepspec_layout_with, rewrite_draft
@@ -181,13 +181,13 @@ def calls_of_steps(pair: Pair, *, draft: bool, **sampling: Any) -> dict[str, Cou
     def launched(batch: Batch) -> PendingStep:
         before = backend.calls.copy()
         pending = launch(batch)
-        found[batch.kind], wait = backend.calls - before, pending._wait
+        found[batch.kind], read = backend.calls - before, pending.read
 
-        def waited() -> Tensor:
+        def waited() -> StepResult:
             found[""]["waits"] += 1
-            return wait()
+            return read()
 
-        pending._wait = waited
+        pending.read = waited
         return pending
 
     core.launch = launched  # type: ignore[method-assign]

@@ -109,7 +109,7 @@ class Numerics(TorchDispatchMode):
         kwargs = kwargs or {}
         if not any(_on_device(leaf) for leaf in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
-        name = func._schema.name
+        name = func.name().partition(".")[0]
         if name in HOST_ONLY or _is_view(func):
             return func(*args, **kwargs)
         stream = torch_npu._C._npu_getCurrentRawStream(torch.npu.current_device())
@@ -285,7 +285,7 @@ def _is_plain_read(out: Any, args: tuple[Any, ...]) -> bool:
 
 def _size_depends_on_values(func: OpOverload, args: tuple[Any, ...]) -> bool:
     """Also an index by a mask, which becomes a list of places first, and composites of operators tagged so."""
-    name = func._schema.name
+    name = func.name().partition(".")[0]
     if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
         return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     if name == "aten::repeat_interleave":

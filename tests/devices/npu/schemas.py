@@ -6,6 +6,7 @@ A wheel is read as a file, without loading it: the registration strings of libto
 import re
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -92,6 +93,11 @@ OUT_EXTRAS = ("workspace", "out")
 
 def name_of(schema: str) -> str:
     return schema.partition("(")[0]
+
+
+def registered(operator: Any) -> torch._C.FunctionSchema:
+    """The dispatcher's schema of an operator's overload."""
+    return operator._schema
 
 
 def parsed(schema: str) -> torch._C.FunctionSchema:

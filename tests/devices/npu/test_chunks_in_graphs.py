@@ -75,24 +75,25 @@ class Watched:
     def __post_init__(self) -> None:
         self._batches: list[Batch] = []
         self._drafts: list[torch.Tensor] = []
-        self._inputs: list[StepInputs] = []
+        self.inputs: list[StepInputs] = []
         scheduler, runner = self.core.scheduler, self.core.runner
-        schedule, launch, draft = scheduler.schedule, runner.launch, runner._draft
+        drafter = runner.graphs or runner.forward
+        schedule, launch, draft = scheduler.schedule, runner.launch, drafter.draft
 
         def kept(to: list[Any], result: Any) -> Any:
             to.append(result)
             return result
 
         scheduler.schedule = lambda: kept(self._batches, schedule())  # type: ignore[method-assign]
-        runner.launch = lambda inputs: launch(kept(self._inputs, inputs))  # type: ignore[method-assign]
-        runner._draft = lambda inputs: kept(self._drafts, draft(inputs))  # type: ignore[method-assign]
+        runner.launch = lambda inputs: launch(kept(self.inputs, inputs))  # type: ignore[method-assign]
+        drafter.draft = lambda inputs: kept(self._drafts, draft(inputs))  # type: ignore[method-assign]
 
     def step(self) -> Step:
         self._drafts.clear()
         with traced() as trace:
             output = self.core.step()
         assert not any(delta.error for delta in output.deltas)
-        batch, inputs = self._batches[-1], self._inputs[-1]
+        batch, inputs = self._batches[-1], self.inputs[-1]
         drafts = [rows[: batch.block_rows - 1] for each in self._drafts for rows in each[: batch.num_drafting].tolist()]
         tokens = {delta.request_id: delta.token_ids for delta in output.deltas}
         self.steps.append(Step(batch, tokens, drafts, inputs.in_graph, trace))
@@ -272,5 +273,5 @@ def test_every_rule_holds_in_bfloat16_from_the_sizes_that_are_captured_by_defaul
     for i, length in enumerate((3, 7, 14, 29)):
         steps = watched.run(flat_request(f"r{i}", tuple(range(length)), 12))
         assert all(step.in_graph for step in steps)
-    sizes = [len(inputs.target.token_ids) for inputs in watched._inputs]
+    sizes = [len(inputs.target.token_ids) for inputs in watched.inputs]
     assert [sizes[0], max(sizes)] == [5, 33]

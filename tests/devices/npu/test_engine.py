@@ -15,7 +15,6 @@ from app.engine.device.base import Backend, Defaults
 from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
 from app.engine.npu.backend import NpuBackend
-from app.engine.step.inputs import DraftInputs
 from app.messages import Request
 from tests.costs import fast_ones
 from tests.devices.npu.engines import LUCKY, SMALL, engine, requests
@@ -69,14 +68,14 @@ def test_drafts_and_how_far_they_are_accepted_are_the_cpu_engines(tmp_path, monk
 
 def drafted(core: EngineCore, asked: list[Request], width: int) -> list[tuple[list[list[int]], int]]:
     """Return the drafts of each step in blocks of `width` rows, and how many were accepted."""
-    found, runner = [], core.runner
-    draft = runner._draft
+    found, drafter = [], core.runner.graphs or core.runner.forward
+    draft = drafter.draft
 
-    def kept(inputs: DraftInputs) -> torch.Tensor:
+    def kept(inputs: Any) -> torch.Tensor:
         found.append(drafts := draft(inputs))
         return drafts
 
-    runner._draft = kept  # type: ignore[method-assign]
+    drafter.draft = kept  # type: ignore[method-assign]
     steps = []
     for request in asked:
         core.add(request)

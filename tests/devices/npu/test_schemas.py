@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch_npu
 
-from tests.devices.npu.schemas import EXPECTED, OUT_EXTRAS, name_of, parsed, registered_in
+from tests.devices.npu.schemas import EXPECTED, OUT_EXTRAS, name_of, parsed, registered, registered_in
 from tests.devices.npu.stubs import wheel_folder
 
 ATTENTION = torch.ops.npu.npu_fused_infer_attention_score
@@ -16,11 +16,11 @@ def test_the_wheel_is_the_one_that_these_tests_speak_of() -> None:
 
 @pytest.mark.parametrize("schema", EXPECTED, ids=name_of)
 def test_a_registered_schema_is_the_contracts(schema: str) -> None:
-    assert getattr(torch.ops.npu, name_of(schema)).default._schema == parsed(schema)
+    assert registered(getattr(torch.ops.npu, name_of(schema)).default) == parsed(schema)
 
 
 def test_the_out_variant_of_attention_takes_a_workspace_and_a_list_of_outputs() -> None:
-    plain, out = ATTENTION.default._schema, ATTENTION.out._schema
+    plain, out = registered(ATTENTION.default), registered(ATTENTION.out)
     added = {a.name: a for a in out.arguments if a.name not in {b.name for b in plain.arguments}}
     assert tuple(added) == OUT_EXTRAS
     assert (str(added["workspace"].type), str(added["out"].type)) == ("Optional[Tensor]", "List[Tensor]")
@@ -31,4 +31,4 @@ def test_the_out_variant_of_attention_takes_a_workspace_and_a_list_of_outputs() 
 @pytest.mark.parametrize("schema", EXPECTED, ids=name_of)
 def test_a_wheels_file_tells_the_same_as_its_dispatcher(schema: str) -> None:
     written = registered_in(wheel_folder())[name_of(schema)]
-    assert parsed(written) == getattr(torch.ops.npu, name_of(schema)).default._schema
+    assert parsed(written) == registered(getattr(torch.ops.npu, name_of(schema)).default)

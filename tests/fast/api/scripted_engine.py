@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ class ScriptedEngine:
         self.seen = context.socket(zmq.PUSH)
         self.seen.set_hwm(0)
         self.seen.connect(seen)
+        self.folder = str(Path(commands.removeprefix("ipc://")).parent)
         self.commands = context.socket(zmq.PULL)
         self.commands.connect(commands)
         self.replies = context.socket(zmq.PUSH)
@@ -44,7 +46,7 @@ class ScriptedEngine:
         self.seen.send(msgspec.msgpack.encode({"what": what, **more}))
 
     def run(self) -> None:
-        self.tell("started", settings=self.settings, pid=os.getpid())
+        self.tell("started", settings=self.settings, pid=os.getpid(), folder=self.folder)
         poller = zmq.Poller()
         for source in (self.orders, self.commands, sys.stdin.fileno()):
             poller.register(source, zmq.POLLIN)

@@ -79,15 +79,15 @@ class Script:
         self.folder = folder
         self._context = zmq.Context()
         self._orders = self._context.socket(zmq.PUSH)
-        self._seen = self._context.socket(zmq.PULL)
-        for name, bound in (("orders", self._orders), ("seen", self._seen)):
+        self.events = self._context.socket(zmq.PULL)
+        for name, bound in (("orders", self._orders), ("seen", self.events)):
             bound.set_hwm(0)  # The engine never waits for the test.
             bound.linger = 0
             bound.rcvtimeo = bound.sndtimeo = int(1000 * PATIENCE)
             bound.bind(f"ipc://{folder}/{name}")
         script = Path(__file__).with_name("scripted_engine.py")
         self.command = (sys.executable, str(script), f"ipc://{folder}/orders", f"ipc://{folder}/seen")
-        self._later: list[dict[str, Any]] = []
+        self.later: list[dict[str, Any]] = []
         self.info = INFO
 
     def order(self, do: str, **more: Any) -> None:
@@ -98,14 +98,14 @@ class Script:
 
     def see(self, what: str) -> dict[str, Any]:
         """Return the next event of this kind: "started", "Submit", "Abort", "FlushCache". Others are kept for later."""
-        for index, event in enumerate(self._later):
+        for index, event in enumerate(self.later):
             if event["what"] == what:
-                return self._later.pop(index)
+                return self.later.pop(index)
         while True:
-            event = msgspec.msgpack.decode(self._seen.recv())
+            event = msgspec.msgpack.decode(self.events.recv())
             if event["what"] == what:
                 return event
-            self._later.append(event)
+            self.later.append(event)
 
     def plan(self, *steps: list[int], cached_tokens: int = 0) -> None:
         """Give every request from now on these steps at once. Its deltas report so many cached tokens of its prompt."""
@@ -128,14 +128,14 @@ class Script:
 
     def forget(self) -> None:
         """Drop the events that were not asked for."""
-        self._later.clear()
+        self.later.clear()
         with contextlib.suppress(zmq.Again):
             while True:
-                self._seen.recv(zmq.NOBLOCK)
+                self.events.recv(zmq.NOBLOCK)
 
     def close(self) -> None:
         self._orders.close()
-        self._seen.close()
+        self.events.close()
         self._context.term()
 
 

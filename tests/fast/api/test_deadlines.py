@@ -20,9 +20,9 @@ class Gate:
 
     def __init__(self, server, monkeypatch):
         self._server = server
-        self._expire = server.engine._expire
+        self._expire = server.engine.expire
         self._waiting = []
-        monkeypatch.setattr(server.engine, "_expire", self._waiting.append)
+        monkeypatch.setattr(server.engine, "expire", self._waiting.append)
 
     def open(self):
         """For one deadline."""

@@ -80,7 +80,7 @@ def test_a_flush_while_a_request_runs_disturbs_it_in_no_way(server, background):
 def test_a_flush_reaches_the_engine_before_a_later_request(server, background):
     server.http.post("/reset_prefix_cache")
     running, request_id = server.begin(background)
-    assert [event["what"] for event in server.script._later if event["what"] != "obeyed"] == ["FlushCache"]
+    assert [event["what"] for event in server.script.later if event["what"] != "obeyed"] == ["FlushCache"]
     server.script.emit(request_id, [2])
     assert running.result().status_code == 200
 

@@ -373,7 +373,7 @@ def test_an_error_of_the_engine_in_mid_stream_fails_the_response(server, backgro
 
 def test_a_deadline_in_mid_stream_fails_the_response_and_aborts_it(server, background):
     def fail(request_id: str) -> None:
-        server.call(lambda: server.engine._expire(server.engine._running[request_id].stream))
+        server.call(lambda: server.engine.expire(request_id))
 
     events = events_until_failure(server, background, fail, **{"X-Request-Timeout": "60"})
     check_failed(events, "deadline_exceeded")

@@ -1,6 +1,7 @@
 """The code that serves runs no data as code, and measures no time by a clock that jumps."""
 
 import ast
+import asyncio
 import re
 import stat
 from collections.abc import Iterator
@@ -89,18 +90,16 @@ def test_the_sockets_to_the_engine_lie_where_no_other_user_may_look(
     monkeypatch.setenv("TMPDIR", "/tmp")
     link = engine_link.EngineLink()
     try:
-        assert stat.S_IMODE(link._folder.stat().st_mode) == 0o700
-        assert all(address.startswith(f"ipc://{link._folder}/") for address in link.addresses)
+        assert stat.S_IMODE(link.folder.stat().st_mode) == 0o700
+        assert all(address.startswith(f"ipc://{link.folder}/") for address in link.addresses)
     finally:
-        link._commands.close()
-        link._replies.close()
-        link._folder.rmdir()
+        asyncio.run(link.close())
 
 
 def test_where_no_folder_can_be_written_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_link, "_parents", lambda: ["/proc"])
     with pytest.raises(OSError, match=r"/proc cannot be written to\. Set TMPDIR"):
-        engine_link._private_folder()
+        engine_link.EngineLink()
 
 
 def test_a_folder_whose_path_is_too_long_for_a_socket_is_passed_over(
@@ -109,9 +108,9 @@ def test_a_folder_whose_path_is_too_long_for_a_socket_is_passed_over(
     deep = tmp_path / ("x" * 100)
     deep.mkdir()
     monkeypatch.setenv("TMPDIR", str(deep))
-    folder = engine_link._private_folder()
-    folder.rmdir()
-    assert len(str(folder)) < 80
+    link = engine_link.EngineLink()
+    asyncio.run(link.close())
+    assert len(str(link.folder)) < 80
 
 
 def test_no_module_of_the_tools_is_named_in_app() -> None:

@@ -26,7 +26,7 @@ def measured(subject: Subject, monkeypatch: pytest.MonkeyPatch, chunk: int | Non
 def drafted(subject: Subject, case: Any, num_seqs: tuple[int, ...], **sizes: Any) -> tuple[list[Run], list[Difference]]:
     """Runs with drafts, and where they differ from plain decoding of one sequence at a time."""
     plain = make_engine(subject.target, None, max_num_seqs=1, **sizes)
-    subject._off[0.0, "plain"] = run_engine(plain, subject.requests(case)).texts
+    subject.plain_texts[0.0, "plain"] = run_engine(plain, subject.requests(case)).texts
     engines = [make_engine(subject.target, subject.draft, max_num_seqs=seqs, **sizes) for seqs in num_seqs]
     runs = [run_engine(engine, subject.requests(case)) for engine in engines]
     return runs, [difference for run in runs for difference in subject.compare(run.texts, case).differences]

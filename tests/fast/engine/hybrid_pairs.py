@@ -75,7 +75,7 @@ def make_hybrid_pair(
             "vision_config": {"model_type": "qwen3_5_vision", "depth": 1},
             "tie_word_embeddings": tied,
         }
-    pairs._write(pair.target, config, target, dtype, shards=1)
+    pairs.write_checkpoint(pair.target, config, target, dtype, shards=1)
     return replace(pair)
 
 
@@ -83,7 +83,7 @@ def tensors_of(config: dict[str, Any], seed: int, *, fused: bool) -> Tensors:
     """Return random tensors whose scale makes a mistake visible: states fade within some 10 to 100 tokens."""
     hidden, inner, vocab = config["hidden_size"], config.get("intermediate_size", 64), config["vocab_size"]
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
-    draw = pairs._Draw(1000 + seed)
+    draw = pairs.Draw(1000 + seed)
 
     def norm(size: int) -> torch.Tensor:
         return draw.norm(size) - 1  # the family multiplies by 1 + weight
@@ -91,7 +91,7 @@ def tensors_of(config: dict[str, Any], seed: int, *, fused: bool) -> Tensors:
     tensors = {"model.embed_tokens.weight": draw.normal(vocab, hidden, std=0.35)}
     for i, kind in enumerate(config["layer_types"]):
         prefix = f"model.layers.{i}."
-        layer = pairs._layer(draw, prefix, hidden, inner, heads, kv_heads, dim, False)
+        layer = pairs.layer_weights(draw, prefix, hidden, inner, heads, kv_heads, dim, False)
         layer = {name: x - 1 if name.endswith("norm.weight") else x for name, x in layer.items()}
         if kind == "linear_attention":
             layer = {name: tensor for name, tensor in layer.items() if ".self_attn." not in name}
@@ -101,7 +101,7 @@ def tensors_of(config: dict[str, Any], seed: int, *, fused: bool) -> Tensors:
         if experts := config.get("num_experts"):
             layer = {name: tensor for name, tensor in layer.items() if ".mlp." not in name}
             size, shared = config["moe_intermediate_size"], config["shared_expert_intermediate_size"]
-            layer |= pairs._experts(draw, f"{prefix}mlp.", hidden, experts, size, fused=fused)
+            layer |= pairs.expert_weights(draw, f"{prefix}mlp.", hidden, experts, size, fused=fused)
             layer |= {
                 f"{prefix}mlp.shared_expert.gate_proj.weight": draw.linear(shared, hidden, gain=1.5),
                 f"{prefix}mlp.shared_expert.up_proj.weight": draw.linear(shared, hidden, gain=1.5),

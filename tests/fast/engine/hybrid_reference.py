@@ -37,7 +37,7 @@ class HybridReference(ReferenceTarget):
 
     def _mixed(self, x: Tensor, layer: int, past: Any) -> tuple[Tensor, Any]:
         if self.config.layer_types[layer] == "linear_attention":
-            return self._delta_net(x, f"layers.{layer}.linear_attn", past)
+            return self.delta_net(x, f"layers.{layer}.linear_attn", past)
         return self._attention(x, f"layers.{layer}.self_attn", past)
 
     def _experts(self, x: Tensor, name: str) -> Tensor:
@@ -52,7 +52,7 @@ class HybridReference(ReferenceTarget):
                 out[t] += share * (down[expert] @ (F.silu(gate) * up))
         return out
 
-    def _delta_net(self, x: Tensor, name: str, past: Delta | None) -> tuple[Tensor, Delta]:
+    def delta_net(self, x: Tensor, name: str, past: Delta | None) -> tuple[Tensor, Delta]:
         config, weights = self.config, self.weights
         k_heads, v_heads = config.linear_num_key_heads, config.linear_num_value_heads
         k_dim, v_dim = config.linear_key_head_dim, config.linear_value_head_dim

@@ -347,7 +347,7 @@ class Subject:
     """Loader of the reference."""
     wishes: dict[str, Any] = field(default_factory=dict)
     """Settings of every engine beside those of a case."""
-    _off: dict[tuple[float, str], list[list[int]]] = field(default_factory=dict)
+    plain_texts: dict[tuple[float, str], list[list[int]]] = field(default_factory=dict)
 
     @cached_property
     def reference(self) -> Target:
@@ -382,9 +382,9 @@ class Subject:
         rows = case.concurrency * block + (case.path != "overlap")  # of the largest graph, where rows are not shared
         scratch = -(-rows // case.page_size) if case.from_graphs else SCRATCH_PAGES
         with device_lengths() if case.path == "overlap" else nullcontext():
-            return self._engine(case, block, pages + scratch if case.preempted else None)
+            return self.build(case, block, pages + scratch if case.preempted else None)
 
-    def _engine(self, case: Case, block: int, kv_pages: int | None) -> Engine:
+    def build(self, case: Case, block: int, kv_pages: int | None) -> Engine:
         engine = make_engine(
             self.target,
             None if case.speculation == "off" else self.draft,
@@ -412,10 +412,10 @@ class Subject:
         """Texts of plain decoding by the engine with no draft loaded, 16 together, nothing cut."""
         if temperature == 0 and sampling == "filters":
             sampling = "plain"  # nothing is drawn, so there is nothing to filter
-        if (temperature, sampling) not in self._off:
+        if (temperature, sampling) not in self.plain_texts:
             case = Case(concurrency=16, speculation="off", temperature=temperature, sampling=sampling)
-            self._off[temperature, sampling] = self.run(case).texts
-        return self._off[temperature, sampling]
+            self.plain_texts[temperature, sampling] = self.run(case).texts
+        return self.plain_texts[temperature, sampling]
 
     def plain(self, case: Case) -> Iterator[list[int]]:
         """Texts of plain decoding by the reference, one token a step, with temperatures and sampling as in `case`."""

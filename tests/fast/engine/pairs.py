@@ -183,20 +183,20 @@ def make_pair(
     }
     (draft_config if block_size_in == "top" else dflash)["block_size"] = block_size
 
-    draw = _Draw(2 * seed)
+    draw = Draw(2 * seed)
     target: Tensors = {"model.embed_tokens.weight": draw.normal(vocab_size, hidden_size, std=0.35)}
     for i in range(num_layers):
-        layer = _layer(
+        layer = layer_weights(
             draw, f"model.layers.{i}.", hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, biases
         )
         if experts and i not in dense_layers:
             layer = {name: tensor for name, tensor in layer.items() if ".mlp." not in name}
             mlp = f"model.layers.{i}.mlp."
             if family == "gpt_oss":
-                layer |= _gpt_oss_experts(draw, mlp, hidden_size, experts, intermediate_size, mxfp4=mxfp4)
+                layer |= gpt_oss_experts(draw, mlp, hidden_size, experts, intermediate_size, mxfp4=mxfp4)
                 layer[f"model.layers.{i}.self_attn.sinks"] = draw.normal(num_heads, std=2.0)
             else:
-                layer |= _experts(draw, mlp, hidden_size, experts, expert_size, fused=fused_experts)
+                layer |= expert_weights(draw, mlp, hidden_size, experts, expert_size, fused=fused_experts)
         if family != "qwen3":
             layer = {
                 name: tensor for name, tensor in layer.items() if not name.endswith(("q_norm.weight", "k_norm.weight"))
@@ -209,13 +209,15 @@ def make_pair(
     if not tied:
         target["lm_head.weight"] = draw.linear(vocab_size, hidden_size, gain=2.0)
 
-    draw = _Draw(2 * seed + 1)
+    draw = Draw(2 * seed + 1)
     draft: Tensors = {
         "fc.weight": draw.linear(hidden_size, len(taps) * hidden_size),
         "hidden_norm.weight": draw.norm(hidden_size),
     }
     for i in range(draft_layers):
-        draft |= _layer(draw, f"layers.{i}.", hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, biases)
+        draft |= layer_weights(
+            draw, f"layers.{i}.", hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, biases
+        )
     draft["norm.weight"] = draw.norm(hidden_size)
     if own_embedding:
         draft["embed_tokens.weight"] = draw.normal(vocab_size, hidden_size, std=0.35)
@@ -223,8 +225,8 @@ def make_pair(
     if own_head:
         draft["lm_head.weight"] = draw.linear(vocab_size, hidden_size, gain=2.0)
 
-    _write(folder / "target", target_config, target, dtype, shards)
-    _write(folder / "draft", draft_config, draft, dtype, shards)
+    write_checkpoint(folder / "target", target_config, target, dtype, shards)
+    write_checkpoint(folder / "draft", draft_config, draft, dtype, shards)
     return Pair(
         target=folder / "target",
         draft=folder / "draft",
@@ -239,7 +241,7 @@ def make_pair(
     )
 
 
-class _Draw:
+class Draw:
     """Seeded weights; the gain keeps each projection's output near the size of its input."""
 
     def __init__(self, seed: int) -> None:
@@ -256,8 +258,8 @@ class _Draw:
         return torch.rand(size, generator=self.generator) + 0.5
 
 
-def _layer(
-    draw: _Draw, prefix: str, hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int, biases: bool
+def layer_weights(
+    draw: Draw, prefix: str, hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int, biases: bool
 ) -> Tensors:
     # Context must outweigh the token's own embedding, or greedy text falls into a loop of one token: hence the gains of
     # attention. Sharper attention (q and k norms) wanders more still, but amplifies rounding past 1e-4.
@@ -280,7 +282,7 @@ def _layer(
     return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
-def _experts(draw: _Draw, prefix: str, hidden: int, experts: int, inner: int, *, fused: bool) -> Tensors:
+def expert_weights(draw: Draw, prefix: str, hidden: int, experts: int, inner: int, *, fused: bool) -> Tensors:
     """A router that is decided, so that rounding moves no row to another expert, and experts that differ."""
     gate_up = draw.normal(experts, 2 * inner, hidden, std=1.5 * hidden**-0.5)
     down = draw.normal(experts, hidden, inner, std=3.0 * inner**-0.5)
@@ -294,7 +296,7 @@ def _experts(draw: _Draw, prefix: str, hidden: int, experts: int, inner: int, *,
     return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
-def _gpt_oss_experts(draw: _Draw, prefix: str, hidden: int, experts: int, inner: int, *, mxfp4: bool) -> Tensors:
+def gpt_oss_experts(draw: Draw, prefix: str, hidden: int, experts: int, inner: int, *, mxfp4: bool) -> Tensors:
     tensors = {
         "router.weight": draw.linear(experts, hidden, gain=2.0),
         "router.bias": draw.normal(experts, std=0.5),
@@ -311,7 +313,7 @@ def _gpt_oss_experts(draw: _Draw, prefix: str, hidden: int, experts: int, inner:
     return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
-def _write(folder: Path, config: dict[str, Any], tensors: Tensors, dtype: torch.dtype, shards: int) -> None:
+def write_checkpoint(folder: Path, config: dict[str, Any], tensors: Tensors, dtype: torch.dtype, shards: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tensors = {

@@ -165,7 +165,7 @@ def in_read(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
     def launched(batch: Any) -> Any:
         pending = launch(batch)
         if "bad" in names(batch.shares):
-            pending._wait = lambda: 1 / 0
+            pending.read = lambda: 1 / 0
         return pending
 
     patch.setattr(core, "launch", launched)

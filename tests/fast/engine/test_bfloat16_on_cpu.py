@@ -34,7 +34,7 @@ MULTIPLIES = b"flags : avx512f avx512_bf16"
 def facts(monkeypatch: pytest.MonkeyPatch, processor: bytes = MULTIPLIES, *, has_operator: bool = True) -> None:
     """Fake the processor's flags, and an operator for few rows that was made or not."""
     monkeypatch.setattr(linear, "processor", lambda: processor)
-    monkeypatch.setattr(linear, "_operator", (lambda: torch.nn.functional.linear) if has_operator else (lambda: None))
+    monkeypatch.setattr(linear, "compiled", (lambda: torch.nn.functional.linear) if has_operator else (lambda: None))
 
 
 # The choice

@@ -192,7 +192,7 @@ def test_wrong_tensors_are_refused():
 @pytest.mark.parametrize("missing", [False, True])
 def test_float16_and_all_dtypes_without_the_operator_are_pytorchs(monkeypatch, missing):
     if missing:
-        monkeypatch.setattr(linear, "_operator", lambda: None)
+        monkeypatch.setattr(linear, "compiled", lambda: None)
     backend = CpuBackend(CPU)
     for dtype in (torch.float16, torch.float32):
         batch = Paged([2, 2], [20, 33], dim=64, dtype=dtype, garbage=0.0)

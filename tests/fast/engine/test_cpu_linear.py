@@ -106,7 +106,7 @@ def test_the_operator_in_float32_refuses_what_it_does_not_compute():
 @pytest.mark.parametrize("missing", [False, True])
 def test_other_layouts_and_dtypes_are_summed_in_float32_too_some_rows_of_a_weight_at_a_time(monkeypatch, missing):
     if missing:
-        monkeypatch.setattr(linear, "_operator", lambda: None)
+        monkeypatch.setattr(linear, "compiled", lambda: None)
     monkeypatch.setattr(linear, "_WIDENED_NUMBERS", 1000)
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         x, weight = drawn(4, 96, dtype=dtype), drawn(50, 96, dtype=dtype, seed=1)
@@ -176,7 +176,7 @@ def test_small_numbers_count_and_a_tie_is_rounded_to_even(dtype):
 
 def test_without_a_compiler_weights_lie_in_columns_and_products_are_pytorchs(monkeypatch, caplog):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(linear, "_operator", linear._operator.__wrapped__)
+    monkeypatch.setattr(linear, "compiled", linear.compiled.__wrapped__)
     monkeypatch.setattr(cpu_backend, "_SMALL_MODEL", 1)  # a large model is timed
     monkeypatch.setattr(linear, "tune", lambda weights: pytest.fail("there is nothing to time"))
     with caplog.at_level("DEBUG"):
@@ -224,7 +224,7 @@ def test_a_decoder_on_the_operator_has_the_texts_of_pytorchs_products_and_drafts
         return found
 
     by_operator = texts(pair.draft), texts(None)
-    monkeypatch.setattr(linear, "_operator", lambda: None)
+    monkeypatch.setattr(linear, "compiled", lambda: None)
     by_pytorch = texts(None)
     assert by_operator == (by_pytorch, by_pytorch)
 
@@ -255,7 +255,7 @@ def made(monkeypatch, tmp_path):
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("app.engine.cache_folder._owners_above", lambda folder: {0})
-    monkeypatch.setattr(library, "_compile", compile_it)
+    monkeypatch.setattr(library, "compile_sources", compile_it)
     monkeypatch.setattr(torch.ops, "load_library", loader)
     return compiled, loader.loaded
 
@@ -303,8 +303,8 @@ def test_no_library_is_taken_from_a_folder_that_another_user_could_change(made, 
 @pytest.mark.exhaustive
 def test_what_is_compiled_is_sealed(tmp_path):
     (tmp_path / "empty.cpp").write_text("")
-    library._compile([tmp_path / "empty.cpp"], tmp_path / "empty.so")
-    library._check(tmp_path / "empty.so")
+    library.compile_sources([tmp_path / "empty.cpp"], tmp_path / "empty.so")
+    library.check_sealed(tmp_path / "empty.so")
     ctypes.CDLL(str(tmp_path / "empty.so"))
 
 

@@ -41,7 +41,7 @@ def test_candidates_are_the_best_in_order_whatever_the_vocabulary(vocab: int) ->
     noise = torch.Generator().manual_seed(vocab)
     hidden, lm_head = torch.randn(5, 8, generator=noise), torch.randn(vocab, 8, generator=noise)
     lm_head[-1] = 3 * hidden[2]
-    found = head(vocab, 8, kind="vanilla", top_k=16)._candidates(hidden, lm_head)
+    found = head(vocab, 8, kind="vanilla", top_k=16).candidates(hidden, lm_head)
     values, ids = (hidden @ lm_head.T).sort(dim=-1, descending=True, stable=True)
     torch.testing.assert_close(found[0], values[:, :16])
     assert torch.equal(found[1], ids[:, :16])
@@ -59,7 +59,7 @@ def test_equal_candidates_have_the_lowest_ids_on_any_number_of_ranks(size: int) 
     def found(comm: Comm) -> tuple[Tensor, Tensor]:
         part = comm.part(256)
         made = head(256, 1, comm, kind="vanilla", top_k=16)
-        return made._candidates(hidden, lm_head[part.start : part.stop])
+        return made.candidates(hidden, lm_head[part.start : part.stop])
 
     order = sorted(range(256), key=lambda token: (-lm_head[token, 0], token))[:16]
     for values, ids in on_ranks(size, found):

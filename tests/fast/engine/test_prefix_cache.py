@@ -15,6 +15,7 @@ import pytest
 
 from app.engine import process
 from app.engine.load.engine import Engine
+from app.engine.schedule.batch import Batch
 from app.messages import Request, TokenDelta
 from app.wire import FlushCache, Shutdown, Stepped, Submit
 from tests.fast.engine.lossless import (
@@ -156,16 +157,15 @@ def test_a_preempted_sequence_goes_on_from_its_own_pages(subject: Subject, monke
     pages = 1 + -(-(endless.max_model_len + 32) // 4)
     tight = engine_of(endless, page_size=4, max_model_len=endless.max_model_len, kv_pages=pages)
     scheduler, recomputed = tight.core.scheduler, []
-    admit = scheduler._may_admit
+    schedule = scheduler.schedule
 
-    def noted(seq: Any) -> bool:
-        again = seq.num_cached is not None
-        admitted = admit(seq)
-        if admitted and again:
-            recomputed.append(seq.num_computed)
-        return admitted
+    def noted() -> Batch:
+        batch = schedule()
+        admitted = (share.seq for share in batch.prefills if share.seq.request.request_id in batch.begun)
+        recomputed.extend(seq.num_found for seq in admitted if seq.num_ended_runs)
+        return batch
 
-    monkeypatch.setattr(scheduler, "_may_admit", noted)
+    monkeypatch.setattr(scheduler, "schedule", noted)
     assert_lossless(endless, ask(tight, *endless.requests(MIXED)))
     assert scheduler.num_preemptions == len(recomputed) > 0 and max(recomputed) > 0
 

@@ -90,7 +90,7 @@ class Layer:
         return self.net.forward(torch.stack(rows), StepRows((), torch.empty(0), [], recurrent), self.memory)
 
     def recomputed(self, tokens: list[Tensor]) -> tuple[Tensor, Delta]:
-        return self.reference._delta_net(torch.stack(tokens), "layers.0.linear_attn", None)
+        return self.reference.delta_net(torch.stack(tokens), "layers.0.linear_attn", None)
 
     def check(self, seq: Row) -> None:
         """Compare the state that the next step begins with."""

@@ -282,10 +282,10 @@ class SharedSubject(Subject):
     draft_size: int | None = None
     ranks: list[ThreadRanks] = dataclasses.field(default_factory=list)
 
-    def _engine(self, case: Case, block: int, kv_pages: int | None) -> Engine:
+    def build(self, case: Case, block: int, kv_pages: int | None) -> Engine:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(lossless, "build_engine", self._build)
-            return super()._engine(case, block, kv_pages)
+            return super().build(case, block, kv_pages)
 
     def _build(self, config: EngineConfig) -> Engine:
         sizes: dict[str, Any] = {"tensor_parallel_size": self.size, "draft_tensor_parallel_size": self.draft_size}
@@ -487,7 +487,7 @@ def test_a_step_that_raises_ends_the_engine_of_ranks(lucky: Pair, monkeypatch: p
     with pytest.raises(ZeroDivisionError):
         core.step()
     assert core.runner.is_fatal(ValueError())
-    ranks._meeting.barrier.abort()
+    ranks.meeting.barrier.abort()
     with pytest.raises(threading.BrokenBarrierError):
         ranks.close()
 

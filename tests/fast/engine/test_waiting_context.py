@@ -11,6 +11,7 @@ from app.engine.load.engine import Engine
 from app.messages import Request
 from tests.fast.engine.lossless import LUCKY, make_engine, random_prompts
 from tests.fast.engine.pairs import Pair, make_pair
+from tests.fast.engine.pending_context import pending_steps
 
 PROMPTS = 14
 
@@ -34,28 +35,24 @@ def requests(pair: Pair, plain: str) -> list[Request]:
     ]
 
 
-def slots_of(waiting: list[tuple[torch.Tensor, ...]]) -> set[int]:
-    return {slot for _, _, slot_mapping in waiting for slot in slot_mapping.tolist()}
-
-
 @pytest.mark.parametrize("kv_pages", [None, 56], ids=["roomy", "preempted"])
 @pytest.mark.parametrize("plain", ["all", "some"])
 def test_no_pending_slot_is_written_by_another_and_no_sequence_drafts_before(pair, plain, kv_pages):
     engine = engine_of(pair, kv_pages=kv_pages)
     forward, most = engine.core.runner.forward, 0
-    deciding, draft = forward.deciding, forward.draft
+    deciding, draft, pending = forward.deciding, forward.draft, pending_steps(forward.pending_context)
 
     def watched_deciding(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal most
-        owed = slots_of(forward.pending_context._steps)
+        owed = set[int]().union(*pending)
         written = {slot for group in tensors.inputs.groups for slot in group.slot_mapping.tolist()}
         assert not owed & written
         found = deciding(tensors, *args, **kwargs)
-        most = max(most, len(forward.pending_context._steps))
+        most = max(most, len(pending))
         return found
 
     def watched_draft(inputs: Any) -> Any:
-        assert not forward.pending_context._steps
+        assert not pending
         return draft(inputs)
 
     forward.deciding, forward.draft = watched_deciding, watched_draft
@@ -67,9 +64,10 @@ def test_no_pending_slot_is_written_by_another_and_no_sequence_drafts_before(pai
 @pytest.mark.parametrize(("budget", "num_requests", "steps"), [(512, 1, 32), (32, 2, 16)])
 def test_no_more_steps_wait_than_allowed_nor_more_rows_than_the_widest_step_has(pair, budget, num_requests, steps):
     engine = engine_of(pair, max_num_batched_tokens=budget)
-    forward, waited = engine.core.runner.forward, []
-    write = forward.pending_context.write
-    forward.pending_context.write = lambda: (waited.append(len(forward.pending_context._steps)), write())
+    context, waited = engine.core.runner.forward.pending_context, []
+    pending = pending_steps(context)
+    write = context.write
+    context.write = lambda: (waited.append(len(pending)), write())
     engine.core.run(requests(pair, "all")[:num_requests])
     assert max(waited) == steps
 

@@ -32,7 +32,7 @@ class ThreadComm(Comm):
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         super().__init__(rank, len(meeting.parts))
-        self._meeting = meeting
+        self.meeting = meeting
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.stack(self._exchange(x))
@@ -41,10 +41,10 @@ class ThreadComm(Comm):
         return self._exchange(x)[0].clone()
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
-        self._meeting.parts[self.rank] = x.clone()
-        self._meeting.barrier.wait()
-        parts = list(self._meeting.parts)
-        self._meeting.barrier.wait()
+        self.meeting.parts[self.rank] = x.clone()
+        self.meeting.barrier.wait()
+        parts = list(self.meeting.parts)
+        self.meeting.barrier.wait()
         assert {(part.shape, part.dtype) for part in parts} == {(x.shape, x.dtype)}, "the ranks make different calls"
         return parts
 
@@ -86,7 +86,7 @@ class ThreadRanks:
         self.verified: list[list[Any]] = [[] for _ in range(size)]
         self._options = options
         self._errors: list[BaseException] = []
-        self._meeting = Meeting(size)
+        self.meeting = Meeting(size)
         self._queues: list[queue.Queue[bytes | None]] = [queue.Queue() for _ in range(1, size)]
         followers = range(1, size)
         self._threads = [threading.Thread(target=self._follow, args=(config, rank), daemon=True) for rank in followers]
@@ -97,7 +97,7 @@ class ThreadRanks:
             _note(self.engine.core.runner, self.verified[0])
         except BaseException as error:
             self._errors.append(error)
-            self._meeting.barrier.abort()
+            self.meeting.barrier.abort()
             self.close()
 
     def check_alike(self) -> None:
@@ -121,7 +121,7 @@ class ThreadRanks:
         return Rank(self.comm(0), teller(self._send))
 
     def comm(self, rank: int) -> Comm:
-        return ThreadComm(rank, self._meeting)
+        return ThreadComm(rank, self.meeting)
 
     def _send(self, message: bytes) -> None:
         self.messages.append(message)
@@ -146,7 +146,7 @@ class ThreadRanks:
             return
         except BaseException as error:
             self._errors.append(error)
-            self._meeting.barrier.abort()
+            self.meeting.barrier.abort()
 
 
 def _note(runner: ModelRunner, verified: list[Any]) -> None:

@@ -1,12 +1,14 @@
 """A guard of state checkpoints, around every step of an engine with a hybrid target."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from app.engine.load.engine import Engine
-from app.engine.schedule.batch import Batch, ScheduledSequence
+from app.engine.schedule.batch import Batch
+from app.engine.sequence import Sequence
 from tests.fast.engine.hybrid_reference import HybridReference
 from tests.fast.engine.state_books import check_state
 
@@ -24,9 +26,11 @@ class WatchedStates:
         self.num_checked = 0
         self._tokens: dict[bytes, list[int]] = {}
         self._known: set[tuple[bytes, int]] = set()
-        self._launch, self._publish = engine.core.launch, self.scheduler._publish_states
+        states = self.scheduler.states
+        self._launch = engine.core.launch
         engine.core.launch = self._watched  # type: ignore[method-assign]
-        self.scheduler._publish_states = self._published  # type: ignore[method-assign]
+        states.publish = self._noting_tokens(states.publish)  # type: ignore[method-assign]
+        states.publish_split = self._noting_tokens(states.publish_split)  # type: ignore[method-assign]
 
     def check(self) -> None:
         """Call this between two steps."""
@@ -49,11 +53,16 @@ class WatchedStates:
         assert all(map(torch.equal, self._kept(frozen), before)), "a checkpoint was written"
         return pending
 
-    def _published(self, rows: ScheduledSequence) -> None:
-        seq, size = rows.seq, self.scheduler.pool.page_size
-        for page in range(seq.num_tokens // size):
-            self._tokens[seq.digest(page, size)] = seq.token_ids[: (page + 1) * size]
-        self._publish(rows)
+    def _noting_tokens(self, publish: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method that publishes a sequence's state."""
+
+        def noting(seq: Sequence, digest: bytes, **how: Any) -> Any:
+            size = self.scheduler.pool.page_size
+            for page in range(seq.num_tokens // size):
+                self._tokens[seq.digest(page, size)] = seq.token_ids[: (page + 1) * size]
+            return publish(seq, digest, **how)
+
+        return noting
 
     def _kept(self, slots: Tensor) -> list[Tensor]:
         layers = [self.pool.layers[number] for number in self.target.config.gated_delta.layers]

@@ -50,8 +50,8 @@ def test_what_an_engine_said_just_before_its_end_is_heard_though_it_comes_after_
         link = await EngineLink.open([sys.executable, "-c", ""], "{}")
         engine = zmq.Context.instance().socket(zmq.PUSH)
         try:
-            assert link._process is not None
-            await link._process.wait()
+            while "exit code 0" not in link.exit_reason():
+                await asyncio.sleep(0.01)
             engine.connect(link.addresses[1])
             said = msgspec.msgpack.encode(Fatal("out of memory"))
             asyncio.get_running_loop().call_later(0.1, engine.send, said)
