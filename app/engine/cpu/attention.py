@@ -29,6 +29,6 @@ def rotate_into(rows: ProjectedRows) -> Tensor:
     For `k_norm` [L, D] the rows are L layers of each of the T / L rows of the rotation, one after the other.
     """
     qkv, q_norm, k_norm, eps, (turns,), kv, slots = rows
-    pairs = torch.view_as_real(turns) if turns.is_complex() else turns  # traced code has real ones
+    pairs = torch.view_as_real(turns)
     q: Tensor = torch.ops.dflash_server.rotate_into(qkv, q_norm, k_norm, eps, pairs, kv.k, kv.v, slots)
     return q

@@ -13,7 +13,7 @@ from app.engine.comm.device import DeviceComm
 from app.engine.cuda import experts, gated_delta, integers, products, rows
 from app.engine.cuda.attention import TILE_ROWS, Geometry, Heads, geometry, paged_attention
 from app.engine.device import accelerator
-from app.engine.device.base import AttentionMask, AttentionMetadata, Defaults, Graph, LayerKv, Rotation
+from app.engine.device.base import AttentionMask, AttentionMetadata, Defaults, Graph, LayerKv
 from app.engine.device.moe import ExpertWeights, MoeConfig
 from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
@@ -113,10 +113,6 @@ class CudaBackend(TorchBackend):
 
     def grouped(self, x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
         return super().grouped(x, products.dense(weight), ends)
-
-    def rotation_at(self, tables: Rotation, positions: Tensor) -> Rotation:
-        """Return `Backend.rotation_at`. An index by brackets becomes int64 first, in a launch of its own."""
-        return tuple(table.index_select(0, positions).unsqueeze(1) for table in tables)
 
     commit_and_verify = staticmethod(gated_delta.commit_and_verify)
     add_rms_norm = staticmethod(rows.add_rms_norm)

@@ -132,24 +132,33 @@ class Backend(ABC):
     engine's dtype, and indices are int32, unless a method says otherwise."""
 
     defaults: Defaults
+
+    # RoPE rotates dims (2i, 2i + 1) of a head together. The loader puts rows of q and k in that order.
     interleaved_rope = False
-    """True if RoPE rotates dims (2i, 2i + 1) of a head together. The loader puts rows of q and k in that order."""
+
+    # Prompts get a separate attention call in a step in which others decode.
     separate_prefill = True
-    """True if prompts get a separate attention call in a step in which others decode."""
+
+    # Graphs are faster on this device. `capture` works on every device.
     captures = False
-    """True if graphs are faster on this device. `capture` works on every device."""
+
+    # If not, a graph's attention reads lengths on the device: a step can be launched before the last is read.
     lengths_on_host = True
-    """False if a graph's attention reads lengths on the device: a step can be launched before the last is read."""
+
+    # Attention takes sequences without rows, so a step that fills a graph needs no padding.
     allows_empty_sequences = False
-    """True if attention takes sequences without rows, so a step that fills a graph needs no padding."""
+
+    # The host computes: other processes share its memory, no peak is measured, and a read costs nothing.
     memory_is_host = False
-    """True if the host computes: other processes share its memory, no peak is measured, and a read costs nothing."""
+
+    # Tensors of a step without graphs may be the host's arrays.
     reads_arrays = False
-    """True if tensors of a step without graphs may be the host's arrays."""
+
+    # Dtypes of stored weights, as safetensors names them, that mostly stay as they are.
     quantised_dtypes: tuple[str, ...] = ()
-    """Dtypes of stored weights, as safetensors names them, that mostly stay as they are."""
+
+    # No bit of a row of the target depends on the other rows of a step, or on its position among them.
     batch_invariant = False
-    """True if no bit of a row of the target depends on the other rows of a step, or on its position among them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -186,6 +195,7 @@ class Backend(ABC):
 
     def rotation_at(self, tables: Rotation, positions: Tensor) -> Rotation:
         """Return the rows of `rotary_tables` at positions [T], each [T, 1, ...]."""
+        # An index by brackets would become int64 first, on a GPU in a launch of its own.
         return tuple(table.index_select(0, positions).unsqueeze(1) for table in tables)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -203,8 +213,13 @@ class Backend(ABC):
             self.quantised_bytes += whole.data.nbytes + whole.scales.nbytes
             return self.pack_quantised(whole)
         plain = [part if isinstance(part, Tensor) else part.dequantised() for part in parts]
-        self.widened_bytes += sum(part.nbytes for part in plain) if own else 0
+        if own:
+            self.count_widened(*plain)
         return self.pack_weight(*plain)
+
+    def count_widened(self, *weights: Tensor) -> None:
+        """Count weights that were stored quantised, and are not on this device."""
+        self.widened_bytes += sum(weight.nbytes for weight in weights)
 
     def multiplies(self, weight: QuantisedWeight) -> bool:
         """Return True if `linear` takes this quantised weight, and `moe` experts that are quantised like it."""

@@ -81,7 +81,8 @@ def _one_by_one(
         whole[own] = one if isinstance(one, Tensor) else one.dequantised()
     if isinstance(whole, QuantisedWeight):
         return backend.pack_linear(whole)
-    backend.widened_bytes += whole.nbytes if is_quantised else 0
+    if is_quantised:
+        backend.count_widened(whole)
     return whole
 
 

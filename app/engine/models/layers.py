@@ -45,44 +45,18 @@ class Attention(nn.Module):
     def __init__(self, layer: LayerSource) -> None:
         super().__init__()
         config, backend = layer.config, layer.backend
-        hidden, dim = config.hidden_size, config.head_dim
-        q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
-        order = head_order(config.rope, dim, backend)
-
-        sizes = {"q": q_size, "k": kv_size, "v": kv_size}
-        copies = {"q": (1,), "k": (config.kv_copies,), "v": (config.kv_copies,)}
-
-        def ordered(name: str, rows: Tensor) -> Tensor:
-            return rows if name == "v" else reordered(rows, order)
-
-        def bias() -> Tensor:
-            own = {name: size for name, size in sizes.items() if config.qkv_bias or has_bias[name]}
-            get = partial(layer.get, split=0)
-            parts = {name: get(f"self_attn.{name}_proj.bias", own[name], copies=copies[name]) for name in own}
-            zeros = next(iter(parts.values())).new_zeros
-            return torch.cat([ordered(name, parts.get(name, zeros(size))) for name, size in sizes.items()])
-
-        def norm(name: str) -> nn.Parameter:
-            return frozen(reordered(layer.get(f"self_attn.{name}.weight", dim), order))
-
-        def weight(name: str) -> Weight:
-            stored = layer.linear(f"self_attn.{name}_proj.weight", sizes[name], hidden, split=0, copies=copies[name])
-            return by_rows(stored, partial(ordered, name))
-
-        self.qkv = held(backend.pack_linear(*map(weight, sizes)))
+        hidden, q_size = config.hidden_size, config.num_heads * config.head_dim
+        self.qkv, self.qkv_bias = load_qkv(layer)
         self.o = held(backend.pack_linear(layer.linear("self_attn.o_proj.weight", hidden, q_size, split=1)))
-        has_bias = {name: layer.name(f"self_attn.{name}_proj.quant_bias") in layer.weights for name in "qkvo"}
-        self.qkv_bias = frozen(bias()) if config.qkv_bias or any(map(has_bias.get, "qkv")) else None
-        self.o_bias = (
-            frozen(layer.get_summed("self_attn.o_proj.bias", hidden)) if config.o_bias or has_bias["o"] else None
-        )
+        has_o_bias = config.o_bias or has_quant_bias(layer, "o")
+        self.o_bias = frozen(layer.get_summed("self_attn.o_proj.bias", hidden)) if has_o_bias else None
         sinks = layer.get("self_attn.sinks", config.num_heads, split=0) if config.sinks else None
         self.sinks = None if sinks is None else frozen(backend.pack_sinks(sinks))
-        self.q_norm = norm("q_norm") if config.qk_norm else None
-        self.k_norm = norm("k_norm") if config.qk_norm else None
+        self.q_norm = load_head_norm(layer, "q_norm") if config.qk_norm else None
+        self.k_norm = load_head_norm(layer, "k_norm") if config.qk_norm else None
         self.mask = config.masks[layer.index]
         self._q_size = q_size
-        self._head_dim = dim
+        self._head_dim = config.head_dim
         self._eps = config.rms_norm_eps
         self._backend = backend
         self._project = layer.comm.reduced(backend.linear)
@@ -149,6 +123,49 @@ class DecoderLayer(nn.Module):
             moe, experts = self.mixture
             return self._backend.moe(normed, experts, moe)
         return self._backend.gated_mlp(normed, self.gate_up, self.down)
+
+
+def load_qkv(layer: LayerSource) -> tuple[Weight, nn.Parameter | None]:
+    """Return q, k and v in one weight [(heads + 2 * kv_heads) * D, H], and their biases, or None without any.
+
+    Rows of a q and k head are in the order in which the device rotates them.
+    """
+    config = layer.config
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    order, as_stored = head_order(config.rope, config.head_dim, layer.backend), list(range(config.head_dim))
+    parts = (
+        ("q", q_size, 1, order),
+        ("k", kv_size, config.kv_copies, order),
+        ("v", kv_size, config.kv_copies, as_stored),
+    )
+    weights: list[Weight] = []
+    biases: list[Tensor | None] = []
+    for name, size, copies, of_head in parts:
+        turned = partial(reordered, order=of_head)
+        split = {"split": 0, "copies": (copies,)}
+        stored = layer.linear(f"self_attn.{name}_proj.weight", size, config.hidden_size, **split)
+        weights.append(by_rows(stored, turned))
+        has_bias = config.qkv_bias or has_quant_bias(layer, name)
+        biases.append(turned(layer.get(f"self_attn.{name}_proj.bias", size, **split)) if has_bias else None)
+    packed = held(layer.backend.pack_linear(*weights))
+    given = [bias for bias in biases if bias is not None]
+    if not given:
+        return packed, None
+    sizes = q_size, kv_size, kv_size
+    whole = [given[0].new_zeros(size) if bias is None else bias for bias, size in zip(biases, sizes, strict=True)]
+    return packed, frozen(torch.cat(whole))
+
+
+def has_quant_bias(layer: LayerSource, name: str) -> bool:
+    """Return True if the quantised projection `name` of attention has a bias that is not 0."""
+    return layer.name(f"self_attn.{name}_proj.quant_bias") in layer.weights
+
+
+def load_head_norm(layer: LayerSource, name: str) -> nn.Parameter:
+    """Return the weight [D] of the RMSNorm of q or k heads, ordered like these."""
+    config = layer.config
+    order = head_order(config.rope, config.head_dim, layer.backend)
+    return frozen(reordered(layer.get(f"self_attn.{name}.weight", config.head_dim), order))
 
 
 def load_mlp(layer: LayerSource, name: str, inner: int) -> tuple[Weight, Weight]:

@@ -1,7 +1,6 @@
 """Qwen3.5, 3.6, 3.8 and Qwen3-Next: three of four layers are Gated DeltaNet, the others gated attention."""
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -124,25 +123,30 @@ class GroupedWeights(TextWeights):
         group = sizes.num_v_heads // k_heads  # those on this rank
         q, k, v = (own.start for own in part.ranges) if part else (0, k_heads * dim, 2 * k_heads * dim)
         first, piece = q // dim, (v - 2 * (k - q)) // (group * sizes.v_head_dim) % copies
-        widths = [group * sizes.v_head_dim] * copies
+        num_heads = (k - q) // dim  # of all ranks
+        values = [group * sizes.v_head_dim] * copies
+        widths = {"qkvz": [dim, dim, *values, *values], "ba": [group] * 2 * copies}
+        stored: dict[str, Weight] = {}
+        for name, get in (("qkvz", self._weights.get_linear), ("ba", self._weights.get)):
+            head_rows = sum(widths[name])
+            local = Part(0, (range(first, first + k_heads),)).scaled(head_rows) if part else None
+            stored[name] = get(f"{prefix}in_proj_{name}.weight", num_heads * head_rows, hidden, part=local)
 
-        def heads(get: Callable[..., Weight], kind: str, widths: list[int], *chosen: tuple[int, ...]) -> list[Weight]:
-            """Return the rows of `chosen` kinds of this rank's key heads in a projection, kind by kind."""
-            own = part and Part(0, (range(first, first + k_heads),)).scaled(sum(widths))
-            whole = (k - q) // dim * sum(widths)
-            stored = get(f"{prefix}in_proj_{kind}.weight", whole, hidden, part=own)
+        def of_heads(name: str, *kinds: int) -> Weight:
+            return by_rows(stored[name], partial(_rows_of_kinds, k_heads, widths[name], kinds))
 
-            def of_kinds(kinds: tuple[int, ...], rows: Tensor) -> Tensor:
-                split = rows.unflatten(0, (k_heads, -1)).split_with_sizes(widths, dim=1)
-                return torch.cat([split[kind].flatten(0, 1) for kind in kinds])
+        return {
+            f"{prefix}in_proj_qkv.weight": of_heads("qkvz", 0, 1, 2 + piece),
+            f"{prefix}in_proj_z.weight": of_heads("qkvz", 2 + copies + piece),
+            f"{prefix}in_proj_b.weight": of_heads("ba", piece),
+            f"{prefix}in_proj_a.weight": of_heads("ba", copies + piece),
+        }
 
-            return [by_rows(stored, partial(of_kinds, kinds)) for kinds in chosen]
 
-        of_v, of_z = 2 + piece, 2 + copies + piece
-        qkv, z = heads(self._weights.get_linear, "qkvz", [dim, dim, *widths, *widths], (0, 1, of_v), (of_z,))
-        b, a = heads(self._weights.get, "ba", [group] * 2 * copies, (piece,), (copies + piece,))
-        parts = {"qkv": qkv, "z": z, "b": b, "a": a}
-        return {f"{prefix}in_proj_{name}.weight": part for name, part in parts.items()}
+def _rows_of_kinds(num_heads: int, widths: list[int], kinds: tuple[int, ...], rows: Tensor) -> Tensor:
+    """Return the rows of `kinds`, kind by kind, of rows in which each head has `widths[i]` of each kind i in turn."""
+    split = rows.unflatten(0, (num_heads, -1)).split_with_sizes(widths, dim=1)
+    return torch.cat([split[kind].flatten(0, 1) for kind in kinds])
 
 
 class Qwen3_5(Target):

@@ -121,7 +121,7 @@ def own_part(
     """Return this rank's part `shape` of a tensor that ranks share along the axis `split`, or all of it for None.
 
     If that axis is made of blocks, like q, k and v, each is split separately. `blocks` are their sizes in `shape`.
-    So many ranks in a row as `copies` says have the same part of each.
+    `copies[i]` consecutive ranks hold the same slice of block i.
     """
     if split is None or comm.size == 1:
         return get(name, *shape)

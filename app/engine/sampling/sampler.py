@@ -46,7 +46,7 @@ def on_device(
     return draws, packed
 
 
-def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+def checked_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return (the argmax [R] int64 of logits [R, V], a mask [R] bool of rows whose best logit is NaN or infinite)."""
     best, choice = logits.max(dim=-1)  # NaN is larger than every number
     return choice, (best - best).ne(0)
@@ -56,7 +56,7 @@ class Sampler:
     """Choices of the target, and proposals of the draft, made from hidden states in chunks of rows."""
 
     def __init__(self, vocab_size: int, backend: Backend) -> None:
-        self._backend, self._choose = backend, backend.choose
+        self._backend = backend
         self.max_rows = max(1, LOGITS_CHUNK_BYTES // (4 * vocab_size))
         """Rows whose logits are made at once."""
         greedy_rows = max(1, GREEDY_CHUNK_BYTES // (4 * vocab_size))
@@ -79,9 +79,9 @@ class Sampler:
         """Return `choose` without draws, and the logits [R, V] for `redraw` if they are of at most `most_kept` rows."""
         chunks, logits, keep = [], None, len(hidden) <= most_kept
         for part in [hidden] if hidden.shape[0] <= self.max_greedy_rows else torch.split(hidden, self.max_greedy_rows):
-            if keep or (chosen := self._choose(part, lm_head)) is None:
+            if keep or (chosen := self._choose_at_once(part, lm_head)) is None:
                 logits = self._backend.logits(part, lm_head)
-                choice, is_lost = self._greedy(logits)
+                choice, is_lost = self._checked_argmax(logits)
                 chosen = choice.masked_fill_(is_lost, NOT_FINITE)
             chunks.append(chosen)
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks), logits if keep else None
@@ -100,10 +100,10 @@ class Sampler:
 
     def propose(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
         """Return the argmax [R] int64 for hidden states [R, H]; a row that is not finite gets any token."""
-        if (chosen := self._choose(hidden, lm_head)) is not None:
+        if (chosen := self._choose_at_once(hidden, lm_head)) is not None:
             return chosen.clamp_(min=0)
         parts = torch.split(hidden, self.max_greedy_rows)
-        chunks = [self._best(self._backend.logits(part, lm_head)) for part in parts]
+        chunks = [self._argmax(self._backend.logits(part, lm_head)) for part in parts]
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
     def gumbel(self, state: Tensor, tokens: Tensor | None = None) -> Tensor:
@@ -116,10 +116,14 @@ class Sampler:
         token_hash = self._token_hash if tokens is None else self._token_hash[tokens]
         return self.mix(state[:, None] ^ token_hash) & ((1 << NOISE_BITS) - 1)
 
-    def _greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return greedy(logits)
+    def _choose_at_once(self, hidden: Tensor, lm_head: Tensor) -> Tensor | None:
+        """Return `Backend.choose`: greedy choices without logits, or None if the device does not make them."""
+        return self._backend.choose(hidden, lm_head)
 
-    def _best(self, logits: Tensor) -> Tensor:
+    def _checked_argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return checked_argmax(logits)
+
+    def _argmax(self, logits: Tensor) -> Tensor:
         return logits.max(dim=-1)[1]
 
     def _draw(self, logits: Tensor, draws: SamplingMetadata[Tensor]) -> Tensor:
