@@ -1,6 +1,7 @@
 """Nouns that the API process and the engine process share, in the standard library's types. `app.wire` sends them."""
 
 import math
+import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -180,3 +181,8 @@ class EngineInfo:
     state_cache_bytes: int = 0
     num_state_checkpoints: int = 0
     tensor_parallel_size: int = 1
+
+
+def how_ended(code: int) -> str:
+    """Return in words how a process ended, by its return code: "was killed by SIGKILL", "ended with exit code 1"."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import os
-import signal
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Sequence
 from pathlib import Path
+
+from app.messages import how_ended
 
 KEYS = {"DFLASH_API_KEY", "DFLASH_ADMIN_KEY"}
 _MAX_LINE_BYTES = 1 << 24
@@ -67,4 +68,4 @@ class LineProcess:
                 self._process.kill()
             await self._process.wait()
             return "did not answer in time, and was ended"
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return how_ended(code)

@@ -13,6 +13,7 @@ import msgspec
 import zmq
 
 from app.engine_client.child_process import engine_environment
+from app.messages import how_ended
 from app.wire import Command, Reply
 
 # A reply that was sent just before the process ended may arrive after its end.
@@ -113,8 +114,7 @@ class EngineLink:
         code = self._process.returncode if self._process else None
         if code is None:
             return "the engine process stopped answering"
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"the engine process {how}"
+        return f"the engine process {how_ended(code)}"
 
     def kill(self) -> None:
         """Kill the process, because one that hangs in a device call does not handle SIGTERM. `close` is still due."""

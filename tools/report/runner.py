@@ -261,11 +261,7 @@ async def _end(process: LineProcess) -> str:
 
 
 def _broken(name: str, why: str) -> Part:
-    return {"name": name, "status": "failed", "result": {}, "error": {"says": f"its process {_past(why)}"}}
-
-
-def _past(why: str) -> str:
-    return f"was {why}" if why.startswith("killed") else why
+    return {"name": name, "status": "failed", "result": {}, "error": {"says": f"its process {why}"}}
 
 
 def _not_tried(name: str, why: str) -> Part:

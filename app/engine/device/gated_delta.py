@@ -2,10 +2,11 @@
 
 S sequences have W rows each. q and k are [S, W, Nk, Dk], and v is [S, W, Nv, Dv]. The decay and beta of a head are
 [S, W, Nv]. Nv is a multiple of Nk, and a head of q and k serves Nv / Nk consecutive heads of v. The state is
-[S, Nv, Dk, Dv]. One formula serves a single row, a block and a prompt, so they differ by fp32 rounding only.
+[S, Nv, Dk, Dv]. Rows of prompts go through `delta_rule`, in chunks, and decoding steps through `commit_and_verify`, of
+which CUDA has another form. They differ by fp32 rounding only.
 
-A decoding step commits the accepted rows of the previous step and verifies its own rows in one chunk of the delta rule:
-the pending rows, then those of this step. A row that was not accepted has no key, no beta and no decay, so it changes
+A decoding step commits the accepted rows of the previous step and verifies its own rows in one triangular system: the
+pending rows, then those of this step. A row that was not accepted has no key, no beta and no decay, so it changes
 nothing. No row depends on later ones, so the first rows' parts of the solution are what is committed. All of it are
 products and elementwise operators of static shapes. Where the host may not wait, all counts are read on the device.
 """

@@ -1,7 +1,6 @@
 """The other ranks, seen from rank 0: their processes, and the sockets that carry each step to them."""
 
 import contextlib
-import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from app.engine.comm.comm import Meeting
 from app.engine.device.base import Backend
 from app.engine.load.engine import Rank
 from app.engine.ranks.runner import teller
+from app.messages import how_ended
 
 FOLLOWER_COMMAND = (sys.executable, "-P", "-m", "app.engine.ranks.follower")
 STORE = "ranks"
@@ -81,7 +81,7 @@ class Followers:
             socket.send(message)
 
     def wait_for_end(self, seconds: float) -> None:
-        """Let the end of a process be reported, because it explains an error of rank 0 that it caused."""
+        """Report the process that died first: it caused rank 0's error."""
         for watcher in self._watchers:
             watcher.join(seconds / len(self._watchers))
 
@@ -104,5 +104,4 @@ class Followers:
         code = process.wait()
         time.sleep(0.2 if code >= 0 else 0)  # it may have failed because another one was killed, which tells more
         if self._ending.acquire(blocking=False):
-            end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            self._on_end(f"rank {rank} {end}" + (f": {said[-1]}" if said and code >= 0 else ""))
+            self._on_end(f"rank {rank} {how_ended(code)}" + (f": {said[-1]}" if said and code >= 0 else ""))

@@ -95,7 +95,7 @@ def test_a_probe_that_kills_the_process_has_failed_and_is_named(
     first = json.dumps({"name": "one", "status": "ok", "found": "fine", "hint": ""})
     results = broken_off(f"print('{first}', flush=True); os.abort()", capsys)
     assert results["one"]["status"] == "ok"
-    assert (results["two"]["status"], results["two"]["found"]) == ("failed", "killed by SIGABRT")
+    assert (results["two"]["status"], results["two"]["found"]) == ("failed", "was killed by SIGABRT")
     assert (results["three"]["status"], results["three"]["found"]) == ("not tried", "two broke the run off")
 
 
