@@ -176,7 +176,7 @@ def in_counts(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
 
     def spoilt(counts: TokenCounts, sequences: Any) -> None:
         begin(counts, sequences)
-        if any(key[0] == "bad" for key in counts._owners.values()):
+        if any(seq.key[0] == "bad" for seq in sequences):
             raise Planted("behind the notes of who is counted")
 
     patch.setattr(TokenCounts, "begin", spoilt)
