@@ -87,7 +87,7 @@ class CpuBackend(TorchBackend):
             self.use_own(linear.ALL_ROWS if self._num_parameters < _SMALL_MODEL else linear.tune(self._packed))
 
     def use_own(self, rows: int) -> None:
-        """Let products and forwards of up to so many rows be those of this package, which has them for the dtype."""
+        """Use our kernels for up to `rows` rows, where they exist for the dtype."""
         torch.ops.dflash_server.set_most_rows(rows)
         if self._few_rows:
             self._few_rows = rows
@@ -137,7 +137,7 @@ class CpuBackend(TorchBackend):
 
     @contextmanager
     def step(self, num_rows: int) -> Iterator[None]:
-        """Let PyTorch's operators have one thread in steps with our products of few rows, and in a small model. Its
+        """Limit PyTorch's operators to one thread in steps with our products of few rows, and in a small model. Its
         threads wait for one another in busy loops, which makes a step many times slower where another process is busy
         (tools/lab/NOTES.md)."""
         threads = torch.get_num_threads()
@@ -252,8 +252,11 @@ class CpuBackend(TorchBackend):
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep large freed blocks. Without effect on other allocators. By default it returns them to the system
-    at once. Each step then faults its pages in again, which takes half the time of a wide step (tools/lab/NOTES.md)."""
+    """Make glibc keep large freed blocks; other allocators are left as they are.
+
+    By default it returns them to the system at once. Each step then faults its pages in again, which takes half the
+    time of a wide step (tools/lab/NOTES.md).
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt and any(mallopt(_M_MMAP_THRESHOLD, most) for most in _MOST_KEPT):
         mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)

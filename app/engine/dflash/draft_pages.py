@@ -41,7 +41,7 @@ class DraftPages:
         seq.draft_pages = array("i", [0] * seq.first_draft_page) + found[::-1]
 
     def move(self, seq: Sequence, filled: Iterable[int]) -> None:
-        """Let the pages with numbers `filled` be found, and release those that lie before the window."""
+        """Cache the pages with numbers `filled`, and release those that lie before the window."""
         for page in filled:
             self.pool.publish(seq.draft_pages[page], seq.digest(page, self.pool.page_size))
         old, new = seq.first_draft_page, self._first(seq)

@@ -398,7 +398,7 @@ class Scheduler:
         return TokenDelta(request.request_id, emitted, steps, seq.num_cached or 0, finish_reason)
 
     def _publish(self, share: ScheduledSequence) -> None:
-        """Let pages be found that end between the share's start and `num_computed`. Refused drafts lie past it."""
+        """Cache the pages that end between the share's start and `num_computed`. Refused drafts lie past it."""
         seq, page_size = share.seq, self.pool.page_size
         filled = range(share.start // page_size, seq.num_computed // page_size)
         if self.draft_pages:
@@ -416,7 +416,7 @@ class Scheduler:
             self.events.removed(digest)
 
     def _publish_states(self, share: ScheduledSequence) -> None:
-        """Let the states that the share's rows leave after full pages be found.
+        """Make checkpoints of the states that the share's rows leave after full pages.
 
         A slot has the state before the rows and their inputs, so it serves for a page that ends among these.
         """

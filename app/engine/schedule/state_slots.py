@@ -81,7 +81,7 @@ class StateSlots:
         return True
 
     def freeze(self, seq: Sequence) -> bool:
-        """Let no later step write the sequence's slot. Return False if there is no room for a checkpoint."""
+        """Keep the sequence's slot from later writes. Return False if there is no room for a checkpoint."""
         if seq.state_slot in self._num_readers:
             return True
         if not self._has_room():
@@ -97,7 +97,7 @@ class StateSlots:
         return seq.split_slot > 0
 
     def publish(self, seq: Sequence, digest: bytes, *, is_final: bool) -> bool:
-        """Let the sequence's slot be found by `digest`, if another one is not already. Return True if so.
+        """Make the sequence's slot the checkpoint of `digest`, if it has none and there is room. Return True if so.
 
         The slot is frozen for that, unless a step that was launched may still write it, so that it is not `is_final`.
         """
@@ -108,14 +108,14 @@ class StateSlots:
         return is_frozen and self._name(seq.state_slot, digest)
 
     def publish_split(self, seq: Sequence, digest: bytes) -> None:
-        """Let the state in the middle of a committed chunk be found by `digest`, unless another one is already."""
+        """Make the state in the middle of a committed chunk the checkpoint of `digest`, unless it has one already."""
         if digest not in self._slot_of:
             self._name(seq.split_slot, digest)
         self._drop(seq.split_slot)
         seq.split_slot = 0
 
     def commit(self, share: ScheduledSequence) -> None:
-        """Let the slot that these rows write take the place of their sequence's slot, once."""
+        """Replace the sequence's slot by the one that these rows write, once."""
         seq = share.seq
         if share.next_slot and share.next_slot == seq.next_state_slot:
             self._drop(seq.state_slot)
