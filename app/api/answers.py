@@ -3,28 +3,91 @@
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 import msgspec
 from fastapi import Response
+from pydantic import Field
+from typing_extensions import TypedDict
 
-from app.api.errors import ApiError
+from app.api.errors import AnswerWarning, ApiError
 from app.api.schemas import StreamOptions
-from app.api.stream import Choices, Piece
+from app.api.stream import Choices, Piece, Reason, Usage
 from app.text.parsers import Parsed, ToolCall
 
 Payload = dict[str, Any]
+Warnings = Annotated[Sequence[AnswerWarning], Field(description="absent if there are none")]
+
+
+class Head(TypedDict):
+    id: str
+    created: int
+    model: str
+
+
+class Ending(TypedDict):
+    logprobs: None
+    finish_reason: Reason
+    stop_reason: str | int | None
+    matched_stop: str | int | None
+
+
+class Tail(TypedDict):
+    usage: Usage
+    warnings: NotRequired[Warnings]
+
+
+class AnsweredFunction(TypedDict):
+    name: str
+    arguments: str
+
+
+class AnsweredCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: AnsweredFunction
+
+
+class AnswerMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    reasoning_content: NotRequired[Annotated[str, Field(description="absent unless a reasoning parser found some")]]
+    tool_calls: NotRequired[Annotated[list[AnsweredCall], Field(description="absent unless the model called a tool")]]
+
+
+class ChatChoice(Ending):
+    index: int
+    message: AnswerMessage
+
+
+class ChatCompletion(Head, Tail):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class TextChoice(Ending):
+    index: int
+    text: str
+
+
+class Completion(Head, Tail):
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class RenderedPrompt(TypedDict):
+    model: str
+    token_ids: list[int]
 
 
 class ChoiceAnswers(ABC):
     """Answer in `choices`, with their usage and their warnings.
 
-    `echoed` are the prompts' texts, one for each choice, if the answer begins with them. A chunk carries one choice.
-    The payload of a choice is a `message`, a `delta` of one, or a `text`.
+    `echoed` are the prompts' texts, one for each choice, if the answer begins with them. A chunk carries one choice,
+    whose payload is the `delta` of a message, or a `text`.
     """
 
-    kind: ClassVar[str]
     chunk_kind: ClassVar[str]
     id_prefix: ClassVar[str]
     empty: ClassVar[Payload]
@@ -33,12 +96,7 @@ class ChoiceAnswers(ABC):
         self._choices = choices
         self._options = options
         self._echoed = echoed
-        self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        choices = [_choice(piece, self._whole_payload(piece), is_last=True) for piece in pieces]
-        answer = self._head | {"object": self.kind, "choices": choices, "usage": self._choices.usage(False)}
-        return answer | {"warnings": self._choices.warnings} if self._choices.warnings else answer
+        self._head: Head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def events(self, piece: Piece) -> bytes:
         """Return the chunks of one piece: the opening, the payloads with the steps, and the end."""
@@ -51,12 +109,12 @@ class ChoiceAnswers(ABC):
         if piece.is_first and (opening := self._opening(piece.index)) is not None:
             choices.insert(0, _choice(piece, opening))
         if piece.finish_reason is not None:
-            choices.append(_choice(piece, self.empty, is_last=True))
-        chunks: list[Payload] = [self._head | {"object": self.chunk_kind, "choices": [choice]} for choice in choices]
+            choices.append({"index": piece.index, **self.empty, **_ending(piece)})
+        chunks: list[Payload] = [{**self._head, "object": self.chunk_kind, "choices": [one]} for one in choices]
         wants_usage = self._options.include_usage
         for chunk in chunks:
             if self._options.continuous_usage_stats and wants_usage is not False:
-                chunk["usage"] = self._choices.usage(False)
+                chunk["usage"] = self._choices.usage
             elif wants_usage:
                 chunk["usage"] = None
         if piece.finish_reason is not None and piece.index == 0 and self._choices.warnings:
@@ -68,15 +126,23 @@ class ChoiceAnswers(ABC):
         done = b"data: [DONE]\n\n"
         if not self._options.include_usage:
             return done
-        usage = self._choices.usage(bool(self._options.include_speculation))
-        return event(self._head | {"object": self.chunk_kind, "choices": [], "usage": usage}) + done
+        usage: Payload = {**self._choices.usage}
+        if self._options.include_speculation:
+            usage["speculation"] = self._choices.speculation
+        return event({**self._head, "object": self.chunk_kind, "choices": [], "usage": usage}) + done
 
     def failure(self, error: ApiError) -> bytes:
         """Return the error. Neither a finish_reason nor [DONE] follows."""
         return event(error.body)
 
+    def _tail(self) -> Tail:
+        tail: Tail = {"usage": self._choices.usage}
+        if self._choices.warnings:
+            tail["warnings"] = self._choices.warnings
+        return tail
+
     @abstractmethod
-    def _whole_payload(self, piece: Piece) -> Payload: ...
+    def whole(self, pieces: Sequence[Piece]) -> Mapping[str, object]: ...
 
     @abstractmethod
     def _opening(self, index: int) -> Payload | None:
@@ -90,20 +156,15 @@ class ChoiceAnswers(ABC):
 class ChatAnswers(ChoiceAnswers):
     """Answer of /v1/chat/completions."""
 
-    kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     id_prefix = "chatcmpl"
     empty: ClassVar[Payload] = {"delta": {}}
 
-    def _whole_payload(self, piece: Piece) -> Payload:
-        content, reasoning, calls = Parsed.joined(piece.parts)
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        if calls:
-            message["content"] = content or None
-            message["tool_calls"] = [_tool_call(call) for call in calls]
-        return {"message": message}
+    def whole(self, pieces: Sequence[Piece]) -> ChatCompletion:
+        choices: list[ChatChoice] = [
+            {"index": piece.index, "message": _message(piece), **_ending(piece)} for piece in pieces
+        ]
+        return {**self._head, "object": "chat.completion", "choices": choices, **self._tail()}
 
     def _opening(self, index: int) -> Payload:
         return {"delta": {"role": "assistant", "content": ""}}
@@ -114,7 +175,7 @@ class ChatAnswers(ChoiceAnswers):
             "reasoning_content": reasoning,
             "content": content,
             "tool_calls": [
-                _tool_call(call) | {"index": index} for index, call in enumerate(calls, piece.num_earlier_calls)
+                {**_tool_call(call), "index": index} for index, call in enumerate(calls, piece.num_earlier_calls)
             ],
         }
         return [{"delta": {field: value}} for field, value in delta.items() if value]
@@ -123,12 +184,23 @@ class ChatAnswers(ChoiceAnswers):
 class CompletionAnswers(ChoiceAnswers):
     """Answer of /v1/completions."""
 
-    kind = chunk_kind = "text_completion"
+    chunk_kind = "text_completion"
     id_prefix = "cmpl"
     empty: ClassVar[Payload] = {"text": ""}
 
-    def _whole_payload(self, piece: Piece) -> Payload:
-        return {"text": (self._echoed[piece.index] if self._echoed else "") + Parsed.joined(piece.parts).content}
+    def whole(self, pieces: Sequence[Piece]) -> Completion:
+        choices: list[TextChoice] = [
+            {
+                "index": piece.index,
+                "text": self._echo(piece.index) + Parsed.joined(piece.parts).content,
+                **_ending(piece),
+            }
+            for piece in pieces
+        ]
+        return {**self._head, "object": "text_completion", "choices": choices, **self._tail()}
+
+    def _echo(self, index: int) -> str:
+        return self._echoed[index] if self._echoed else ""
 
     def _opening(self, index: int) -> Payload | None:
         return {"text": self._echoed[index]} if self._echoed else None
@@ -138,27 +210,46 @@ class CompletionAnswers(ChoiceAnswers):
         return [{"text": content}] if content else []
 
 
-def _choice(piece: Piece, payload: Payload, *, is_last: bool = False) -> dict[str, Any]:
-    """Return a choice with this payload, and with its end if it is the last of a stream or whole."""
-    choice = {"index": piece.index, **payload, "logprobs": None, "finish_reason": None}
-    if is_last:
-        choice["finish_reason"] = piece.finish_reason
-        choice |= {"stop_reason": piece.stop_reason, "matched_stop": piece.matched_stop}
-    return choice
+def _message(piece: Piece) -> AnswerMessage:
+    content, reasoning, calls = Parsed.joined(piece.parts)
+    message: AnswerMessage = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["content"] = content or None
+        message["tool_calls"] = [_tool_call(call) for call in calls]
+    return message
 
 
-def _tool_call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+def _choice(piece: Piece, payload: Payload) -> Payload:
+    """Return the choice of a chunk that does not end it."""
+    return {"index": piece.index, **payload, "logprobs": None, "finish_reason": None}
 
 
-def event(data: dict[str, Any], name: str = "") -> bytes:
+def _ending(piece: Piece) -> Ending:
+    """Return the end of a choice, which the last piece has."""
+    assert piece.finish_reason is not None
+    return {
+        "logprobs": None,
+        "finish_reason": piece.finish_reason,
+        "stop_reason": piece.stop_reason,
+        "matched_stop": piece.matched_stop,
+    }
+
+
+def _tool_call(call: ToolCall) -> AnsweredCall:
+    return {
+        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def event(data: Mapping[str, object], name: str = "") -> bytes:
     """Return a Server-Sent Event, with its name if it has one."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
-def json_response(
-    body: dict[str, Any] | list[Any], status: int = 200, headers: dict[str, str] | None = None
-) -> Response:
+def json_response(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(body), status, headers=headers, media_type="application/json")

@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request, Response
 
 from app.api import openapi, prompts
-from app.api.answers import ChatAnswers, json_response
+from app.api.answers import ChatAnswers, ChatCompletion, RenderedPrompt, json_response
 from app.api.generate import Received, answer, receive, submit
 from app.api.schemas import ChatCompletionRequest
 from app.api.stream import Choices
@@ -12,19 +12,27 @@ from app.api.validation import token_budget
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", **openapi.CHAT)
+@router.post(
+    "/v1/chat/completions",
+    **openapi.route(
+        "Answer a conversation", ChatCompletion, *openapi.GENERATING, body=(ChatCompletionRequest,), streams=True
+    ),
+)
 async def chat_completions(request: Request) -> Response:
     received = await receive(request, ChatCompletionRequest)
     choices = await converse(received)
     return await answer(received, choices, ChatAnswers(received.model_name, choices, received.body.streaming))
 
 
-@router.post("/v1/chat/completions/render", **openapi.RENDER_CHAT)
+@router.post(
+    "/v1/chat/completions/render",
+    **openapi.route("The prompt of a conversation", RenderedPrompt, *openapi.ENCODING, body=(ChatCompletionRequest,)),
+)
 async def render_chat(request: Request) -> Response:
     """Return the token ids of a conversation's prompt, and generate nothing."""
     received = await receive(request, ChatCompletionRequest, is_admitted=False)
     prompt = await prompts.render_and_encode(received.services, received.body, received.info)
-    return json_response({"model": received.model_name, "token_ids": prompt.token_ids})
+    return json_response(RenderedPrompt(model=received.model_name, token_ids=prompt.token_ids))
 
 
 async def converse(received: Received[ChatCompletionRequest]) -> Choices:

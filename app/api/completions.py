@@ -5,7 +5,7 @@ import asyncio
 from fastapi import APIRouter, Request, Response
 
 from app.api import openapi, prompts
-from app.api.answers import CompletionAnswers, json_response
+from app.api.answers import Completion, CompletionAnswers, RenderedPrompt, json_response
 from app.api.generate import Received, answer, receive, submit
 from app.api.prompts import Prompt
 from app.api.schemas import CompletionRequest
@@ -17,7 +17,10 @@ router = APIRouter()
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this endpoint
 
 
-@router.post("/v1/completions", **openapi.COMPLETIONS)
+@router.post(
+    "/v1/completions",
+    **openapi.route("Continue a text", Completion, *openapi.GENERATING, body=(CompletionRequest,), streams=True),
+)
 async def completions(request: Request) -> Response:
     received = await receive(request, CompletionRequest)
     body, info = received.body, received.info
@@ -32,12 +35,15 @@ async def completions(request: Request) -> Response:
     return await answer(received, choices, CompletionAnswers(received.model_name, choices, body.streaming, echoed))
 
 
-@router.post("/v1/completions/render", **openapi.RENDER_COMPLETIONS)
+@router.post(
+    "/v1/completions/render",
+    **openapi.route("The tokens of prompts", list[RenderedPrompt], *openapi.ENCODING, body=(CompletionRequest,)),
+)
 async def render_completions(request: Request) -> Response:
     """Return the token ids of each prompt, and generate nothing."""
     received = await receive(request, CompletionRequest, is_admitted=False)
     given = await _encode(received)
-    return json_response([{"model": received.model_name, "token_ids": prompt.token_ids} for prompt in given])
+    return json_response([RenderedPrompt(model=received.model_name, token_ids=prompt.token_ids) for prompt in given])
 
 
 async def _encode(received: Received[CompletionRequest]) -> list[Prompt]:

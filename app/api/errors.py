@@ -2,11 +2,14 @@
 
 import re
 from dataclasses import KW_ONLY, dataclass
+from typing import Annotated, Literal
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from pydantic import Field
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from typing_extensions import TypedDict
 
 from app import log
 from app.engine_client.admission import Busy, ClientBusy
@@ -29,6 +32,25 @@ _ADVICE = (
 """What to use instead of an unknown path: a wrong base_url is a common mistake, and so is another server's API."""
 
 
+class Error(TypedDict):
+    message: str
+    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    error: Error
+
+
+class AnswerWarning(TypedDict):
+    """What an answer says about a request that was answered all the same."""
+
+    code: str
+    message: str
+    param: Annotated[str, Field(description="the field that changed nothing, or not what it says")]
+
+
 @dataclass(eq=False)
 class ApiError(Exception):
     """An error to answer with. `param` is the dotted path of the field at fault, like "messages.0.role"."""
@@ -41,11 +63,16 @@ class ApiError(Exception):
     headers: dict[str, str] | None = None
 
     @property
-    def body(self) -> dict[str, dict[str, str | None]]:
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+    def body(self) -> ErrorBody:
+        error: Error = {
+            "message": self.message,
+            "type": "server_error" if self.status >= 500 else "invalid_request_error",
+            "param": self.param,
+            "code": self.code,
+        }
         if self.status == 429:
-            kind = "rate_limit_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+            error["type"] = "rate_limit_error"
+        return {"error": error}
 
     def response(self) -> Response:
         log.request.get({}).update(code=self.code, param=self.param)

@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from fastapi import Request, Response
 
@@ -13,7 +13,7 @@ from app import log, messages
 from app.api import prompts
 from app.api.answers import json_response
 from app.api.body import parse, read_json
-from app.api.errors import bad_request
+from app.api.errors import AnswerWarning, bad_request
 from app.api.prompts import Prompt, unknown_id
 from app.api.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest, NamedTool, SamplingRequest
 from app.api.services import Services, services_of
@@ -47,7 +47,7 @@ class Received(Generic[BodyT_co]):
     info: EngineInfo
     arrived: float
     deadline: float | None
-    warnings: Sequence[dict[str, Any]]
+    warnings: Sequence[AnswerWarning]
     num_sequences: int
 
     def acquire(self) -> Permits:

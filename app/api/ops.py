@@ -2,24 +2,26 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Literal, NotRequired
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from typing_extensions import TypedDict
 
 from app.api import openapi, prompts
-from app.api.answers import json_response
+from app.api.answers import Warnings, json_response
 from app.api.body import parse, read_json
-from app.api.errors import RETRY_AFTER_SECONDS
+from app.api.errors import RETRY_AFTER_SECONDS, AnswerWarning
 from app.api.middleware import check_key
 from app.api.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from app.api.services import Services, services_of
 from app.engine_client.client import EngineState
-from app.text.parsers.base import Json
+from app.messages import EngineInfo
 
 router = APIRouter()
 
@@ -28,25 +30,101 @@ _POLICY = (
     "img-src 'self' data:; base-uri 'none'; form-action 'none'"
 )
 
+_NAMED = {"parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]}
 
-@router.get("/v1/models", **openapi.MODELS)
+
+class ModelCard(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int | None
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Version(TypedDict):
+    version: str
+
+
+class Tokens(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+    warnings: NotRequired[Warnings]
+
+
+class Text(TypedDict):
+    prompt: str
+
+
+class Success(TypedDict):
+    success: Literal[True]
+
+
+class LoadProgress(TypedDict):
+    stage: str
+    seconds: int
+    done: int
+    total: int
+
+
+class State(TypedDict):
+    status: str
+    reason: NotRequired[str]
+    progress: NotRequired[LoadProgress]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerInfo(EngineInfo):
+    """Facts about the loaded engine, some under SGLang's names too, and the settings that are not default."""
+
+    model_path: str
+    served_model_name: str
+    settings: dict[str, str]
+    tp_size: int
+    dp_size: int
+    draft_block_size: int
+    version: str
+
+
+class ModelInfo(TypedDict):
+    model_path: str
+    is_generation: bool
+    model_type: str | None
+    architectures: list[str] | None
+
+
+class Load(TypedDict):
+    dp_rank: int
+    num_reqs: int
+    num_waiting_reqs: int
+    num_tokens: int
+
+
+@router.get("/v1/models", **openapi.route("The names of the model", ModelList, 401))
 async def models(request: Request) -> Response:
     services = services_of(request)
-    return json_response({"object": "list", "data": [_card(services, name) for name in services.model_names]})
+    return json_response(ModelList(object="list", data=[_card(services, name) for name in services.model_names]))
 
 
-@router.get("/v1/models/{name:path}", **openapi.MODEL)
-async def model(request: Request, name: str) -> Response:
+@router.get("/v1/models/{name:path}", **openapi.route("One of them", ModelCard, 401, 404), openapi_extra=_NAMED)
+async def model(request: Request) -> Response:
     services = services_of(request)
-    return json_response(_card(services, services.served_name(name)))
+    return json_response(_card(services, services.served_name(request.path_params["name"])))
 
 
-@router.get("/version", **openapi.VERSION)
+@router.get("/version", **openapi.route("This server's version", Version, 401))
 async def server_version() -> Response:
-    return json_response({"version": version("dflash-server")})
+    return json_response(Version(version=version("dflash-server")))
 
 
-def _card(services: Services, name: str) -> dict[str, Any]:
+def _card(services: Services, name: str) -> ModelCard:
     info = services.engine.state.info
     return {
         "id": name,
@@ -58,7 +136,10 @@ def _card(services: Services, name: str) -> dict[str, Any]:
     }
 
 
-@router.post("/tokenize", **openapi.TOKENIZE)
+@router.post(
+    "/tokenize",
+    **openapi.route("Text to tokens", Tokens, *openapi.ENCODING, body=(TokenizeRequest, TokenizeChatRequest)),
+)
 async def tokenize(request: Request) -> Response:
     """Return the tokens of a bare prompt, or of a conversation through the chat template."""
     services = services_of(request)
@@ -68,7 +149,7 @@ async def tokenize(request: Request) -> Response:
     body = parse(raw, model, services.metrics)
     services.served_name(body.model)
     info = services.engine.ready_info()
-    warnings: Sequence[Json] = ()
+    warnings: Sequence[AnswerWarning] = ()
     if isinstance(body, TokenizeChatRequest):
         prompt = await prompts.render_and_encode(services, body, info, must_fit=False)
         token_ids, warnings = prompt.token_ids, prompt.warnings
@@ -77,19 +158,25 @@ async def tokenize(request: Request) -> Response:
         token_ids = await prompts.encode_text(
             services, body.prompt, "prompt", info, add_special_tokens=special, must_fit=False
         )
-    strings = services.tokenizer.token_strings(token_ids) if body.return_token_strs else None
-    answer = {"count": len(token_ids), "max_model_len": info.max_model_len, "tokens": token_ids, "token_strs": strings}
-    return json_response(answer | ({"warnings": warnings} if warnings else {}))
+    answer: Tokens = {
+        "count": len(token_ids),
+        "max_model_len": info.max_model_len,
+        "tokens": token_ids,
+        "token_strs": services.tokenizer.token_strings(token_ids) if body.return_token_strs else None,
+    }
+    if warnings:
+        answer["warnings"] = warnings
+    return json_response(answer)
 
 
-@router.post("/detokenize", **openapi.DETOKENIZE)
+@router.post("/detokenize", **openapi.route("Tokens to text", Text, *openapi.ENCODING, body=(DetokenizeRequest,)))
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids, with special tokens."""
     services = services_of(request)
     body = parse(await read_json(request), DetokenizeRequest, services.metrics)
     services.served_name(body.model)
     prompts.check_ids("tokens", body.tokens, services.engine.ready_info())
-    return json_response({"prompt": services.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+    return json_response(Text(prompt=services.tokenizer.decode(body.tokens, skip_special_tokens=False)))
 
 
 @router.get("/live")
@@ -98,7 +185,7 @@ async def live() -> Response:
     return json_response({"status": "live"})
 
 
-@router.get("/ready", **openapi.READY)
+@router.get("/ready", **openapi.route("Ready for requests", State, loading=State))
 async def ready(request: Request) -> Response:
     """Return 200 if requests are admitted, else 503 with the phase, the reason and the progress of loading."""
     services = services_of(request)
@@ -108,7 +195,7 @@ async def ready(request: Request) -> Response:
     return _described(state, 200 if state.phase == "ready" else 503)
 
 
-@router.get("/health", **openapi.HEALTH)
+@router.get("/health", **openapi.route("Health of the engine", None, loading=State), response_class=Response)
 async def health(request: Request) -> Response:
     """Return 200 without a body while the engine works or drains, and 503 while it loads or is dead."""
     state = services_of(request).engine.state
@@ -116,31 +203,48 @@ async def health(request: Request) -> Response:
 
 
 @router.get("/get_server_info", include_in_schema=False)
-@router.get("/server_info", **openapi.SERVER_INFO)
+@router.get(
+    "/server_info",
+    **openapi.route(
+        "Sizes of the engine, and what was read from the draft's config.json", ServerInfo, 401, loading=State
+    ),
+)
 async def server_info(request: Request) -> Response:
     """Return the facts about the loaded engine and its draft, some in SGLang's names, or 503 until it was loaded."""
     services = services_of(request)
     if (info := services.engine.state.info) is None:
         return _described(services.engine.state, 503)
-    named = {"model_path": info.target, "served_model_name": services.model_names[0], "settings": services.settings}
-    sizes = {"tp_size": info.tensor_parallel_size, "dp_size": 1, "draft_block_size": info.block_size}
-    return json_response(asdict(info) | named | sizes | {"version": version("dflash-server")})
+    facts = ServerInfo(
+        **asdict(info),
+        model_path=info.target,
+        served_model_name=services.model_names[0],
+        settings=services.settings,
+        tp_size=info.tensor_parallel_size,
+        dp_size=1,
+        draft_block_size=info.block_size,
+        version=version("dflash-server"),
+    )
+    return json_response(facts)
 
 
 @router.get("/get_model_info", include_in_schema=False)
-@router.get("/model_info", **openapi.MODEL_INFO)
+@router.get("/model_info", **openapi.route("The target's folder and family", ModelInfo, 401, loading=State))
 async def model_info(request: Request) -> Response:
     """Return the target's folder and the family in its config.json, in SGLang's names, or 503 until it was loaded."""
     services = services_of(request)
     state = services.engine.state
     if state.info is None:
         return _described(state, 503)
-    tokenizer = services.tokenizer
-    family = {"model_type": tokenizer.model_type, "architectures": tokenizer.architectures}
-    return json_response({"model_path": state.info.target, "is_generation": True} | family)
+    facts: ModelInfo = {
+        "model_path": state.info.target,
+        "is_generation": True,
+        "model_type": services.tokenizer.model_type,
+        "architectures": services.tokenizer.architectures,
+    }
+    return json_response(facts)
 
 
-@router.get("/get_load", **openapi.LOAD)
+@router.get("/get_load", **openapi.route("Requests, and tokens on KV pages", list[Load], 401, loading=State))
 async def load(request: Request) -> Response:
     """Return the load in SGLang's names, as one data-parallel rank, or 503 until the engine was loaded."""
     engine = services_of(request).engine
@@ -149,32 +253,32 @@ async def load(request: Request) -> Response:
         return _described(state, 503)
     waiting, pages = (stats.num_waiting, stats.used_pages) if stats else (0, 0)
     tokens = pages * state.info.page_size
-    rank = {"dp_rank": 0, "num_reqs": engine.num_running, "num_waiting_reqs": waiting, "num_tokens": tokens}
+    rank = Load(dp_rank=0, num_reqs=engine.num_running, num_waiting_reqs=waiting, num_tokens=tokens)
     return json_response([rank])
 
 
-@router.get("/metrics", **openapi.METRICS)
+@router.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     return Response(services_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.post("/flush_cache", include_in_schema=False)
-@router.post("/reset_prefix_cache", **openapi.RESET_PREFIX_CACHE)
+@router.post("/reset_prefix_cache", **openapi.route("Forget all cached prefixes", Success, 401, 429, 503))
 async def reset_prefix_cache(request: Request) -> Response:
     """Forget all cached prefixes. Needs an admin key if the server has any."""
     services = services_of(request)
     if services.admin_digests:
         check_key(request.headers, services.admin_digests, "An admin key")
     services.engine.flush_cache()
-    return json_response({"success": True})
+    return json_response(Success(success=True))
 
 
 def _described(state: EngineState, status: int) -> Response:
-    description: dict[str, Any] = {"status": state.phase}
+    description: State = {"status": state.phase}
     if state.reason is not None:
         description["reason"] = state.reason
-    if state.progress is not None:
-        stage, seconds = state.progress, int(time.monotonic() - state.progress.started)
+    if (stage := state.progress) is not None:
+        seconds = int(time.monotonic() - stage.started)
         description["progress"] = {"stage": stage.stage, "seconds": seconds, "done": stage.done, "total": stage.total}
     headers = None if status == 200 else {"Retry-After": str(RETRY_AFTER_SECONDS)}
     return json_response(description, status, headers)

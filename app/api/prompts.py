@@ -4,9 +4,8 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from app.api.errors import ApiError, bad_request, clip, context_length_exceeded
+from app.api.errors import AnswerWarning, ApiError, bad_request, clip, context_length_exceeded
 from app.api.schemas import TemplatedRequest
 from app.api.services import Services
 from app.api.validation import check_template, warn_of_prompt
@@ -31,7 +30,7 @@ class Prompt:
     token_ids: list[int]
     in_reasoning: bool = False
     begun_call: str = ""
-    warnings: Sequence[dict[str, Any]] = ()
+    warnings: Sequence[AnswerWarning] = ()
 
 
 async def render_and_encode(

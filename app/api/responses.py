@@ -14,7 +14,7 @@ from app.api.body import parse
 from app.api.chat import converse
 from app.api.errors import ApiError, bad_request
 from app.api.generate import Received, answer, receive
-from app.api.responses_answers import ResponseAnswers
+from app.api.responses_answers import ResponseAnswers, ResponseBody
 from app.api.schemas import MAX_CALLS, SamplingRequest
 
 router = APIRouter()
@@ -28,7 +28,16 @@ _NAMES = {
 """Fields of chat with the names that they have here."""
 
 
-@router.post("/v1/responses", **openapi.RESPONSES)
+@router.post(
+    "/v1/responses",
+    **openapi.route(
+        "Answer a conversation of items",
+        ResponseBody,
+        *openapi.GENERATING,
+        body=(items.ResponsesRequest,),
+        streams=True,
+    ),
+)
 async def responses(request: Request) -> Response:
     received = await receive(request, items.ResponsesRequest)
     conversation = Conversation(received.body)
@@ -36,7 +45,7 @@ async def responses(request: Request) -> Response:
         body = parse(conversation.as_chat(), items.ConversationRequest, received.services.metrics)
         chat: Received[items.ConversationRequest] = replace(received, body=body)  # type: ignore[arg-type, assignment]
         choices = await converse(chat)
-    choices.warnings = [one | {"param": conversation.own_name(one["param"])} for one in choices.warnings]
+    choices.warnings = [{**one, "param": conversation.own_name(one["param"])} for one in choices.warnings]
     defaults = received.services.tokenizer.defaults
     return await answer(chat, choices, ResponseAnswers(received.body, received.model_name, defaults, choices))
 

@@ -3,18 +3,110 @@
 import itertools
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NotRequired
 
-from app.api.answers import event
+from typing_extensions import TypedDict
+
+from app.api.answers import Warnings, event
 from app.api.errors import ApiError
 from app.api.responses_schemas import ChosenFunction, ResponsesRequest
-from app.api.stream import Choices, Piece, Reason
+from app.api.stream import Choices, CompletionTokensDetails, Piece, PromptTokensDetails, Reason
 from app.text.parsers import ToolCall
 from app.text.tokenizer import GenerationDefaults
 
 Event = dict[str, Any]
 Kind = Literal["output_text", "reasoning_text"]
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(TypedDict):
+    type: Literal["output_text"]
+    annotations: list[Any]
+    logprobs: list[Any]
+    text: str
+
+
+class OutputMessage(TypedDict):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Status
+    content: list[OutputText]
+
+
+class ReasoningText(TypedDict):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(TypedDict):
+    id: str
+    type: Literal["reasoning"]
+    summary: list[Any]
+    status: Status
+    content: list[ReasoningText]
+
+
+class OutputCall(TypedDict):
+    id: str
+    type: Literal["function_call"]
+    status: Status
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall
+
+
+class ResponseUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: PromptTokensDetails
+    output_tokens: int
+    output_tokens_details: CompletionTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(TypedDict):
+    reason: Literal["max_output_tokens"]
+
+
+class Echo(TypedDict):
+    """The fields of a response that repeat the request, with what was chosen for absent ones."""
+
+    instructions: str | None
+    tools: list[dict[str, Any]]
+    tool_choice: str | dict[str, Any]
+    parallel_tool_calls: bool
+    temperature: float
+    top_p: float
+    max_output_tokens: int | None
+    reasoning: dict[str, str | None]
+    text: dict[str, dict[str, str]]
+    truncation: Literal["disabled"]
+    metadata: dict[str, str]
+    user: str | None
+    store: Literal[False]
+    background: Literal[False]
+    previous_response_id: None
+
+
+class ResponseHead(Echo):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+
+
+class ResponseBody(ResponseHead):
+    status: Status
+    completed_at: int | None
+    error: None
+    incomplete_details: IncompleteDetails | None
+    output: list[OutputItem]
+    usage: ResponseUsage
+    warnings: NotRequired[Warnings]
 
 
 class ResponseAnswers:
@@ -22,19 +114,24 @@ class ResponseAnswers:
 
     def __init__(self, asked: ResponsesRequest, model: str, defaults: GenerationDefaults, choices: Choices) -> None:
         self._choices = choices
-        self._head = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time())}
-        self._head |= {"model": model, **_echo(asked, defaults)}
+        self._head: ResponseHead = {
+            "id": _new_id("resp"),
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            **_echo(asked, defaults),
+        }
         self._numbers = itertools.count()
-        self._output: list[dict[str, Any]] = []
+        self._output: list[OutputItem] = []
         self._open: _TextItem | None = None
         self._reason: Reason | None = None
 
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[Piece]) -> ResponseBody:
         for piece in pieces:
             for _ in self._read(piece):
                 pass
         *_, last = self._finish()
-        response: dict[str, Any] = last["response"]
+        response: ResponseBody = last["response"]
         return response
 
     def events(self, piece: Piece) -> bytes:
@@ -46,7 +143,8 @@ class ResponseAnswers:
     def failure(self, error: ApiError) -> bytes:
         """Return the error, and the failed response with the items that are complete."""
         broken = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
-        failed = self._response("failed") | {"error": {"code": "server_error", "message": error.message}}
+        cause = {"code": "server_error", "message": error.message}
+        failed = {**self._response("incomplete"), "status": "failed", "incomplete_details": None, "error": cause}
         return self._encode([broken, {"type": "response.failed", "response": failed}])
 
     def _encode(self, events: Iterable[Event]) -> bytes:
@@ -54,7 +152,7 @@ class ResponseAnswers:
 
     def _begin(self) -> Iterator[Event]:
         for kind in ("response.created", "response.in_progress"):
-            yield {"type": kind, "response": self._response("in_progress") | {"usage": None}}
+            yield {"type": kind, "response": {**self._response("in_progress"), "usage": None}}
 
     def _read(self, piece: Piece) -> Iterator[Event]:
         self._reason = piece.finish_reason
@@ -76,20 +174,25 @@ class ResponseAnswers:
         if text:
             yield self._open.write(text)
 
-    def _close(self, status: str) -> Iterator[Event]:
+    def _close(self, status: Status) -> Iterator[Event]:
         if self._open is not None:
-            for ended in self._open.end(status):
-                yield ended
-            self._output.append(ended["item"])
+            yield from self._open.end(status)
+            self._output.append(self._open.item(status))
             self._open = None
 
     def _call(self, call: ToolCall) -> Iterator[Event]:
         """Write a call, which comes whole."""
         index, kind = len(self._output), "response.function_call_arguments"
-        item = {"id": _new_id("fc"), "type": "function_call", "status": "completed", "call_id": _new_id("call")}
-        item |= {"name": call.name, "arguments": call.arguments}
+        item: OutputCall = {
+            "id": _new_id("fc"),
+            "type": "function_call",
+            "status": "completed",
+            "call_id": _new_id("call"),
+            "name": call.name,
+            "arguments": call.arguments,
+        }
         place = {"item_id": item["id"], "output_index": index}
-        yield _item_event("added", index, item | {"status": "in_progress", "arguments": ""})
+        yield _item_event("added", index, {**item, "status": "in_progress", "arguments": ""})
         yield {"type": f"{kind}.delta", **place, "delta": call.arguments}
         yield {"type": f"{kind}.done", **place, "name": call.name, "arguments": call.arguments}
         yield _item_event("done", index, item)
@@ -97,7 +200,7 @@ class ResponseAnswers:
 
     def _finish(self) -> Iterator[Event]:
         """End the open item and the response. A complete answer without text and calls has an empty message."""
-        status = "incomplete" if self._reason == "length" else "completed"
+        status: Status = "incomplete" if self._reason == "length" else "completed"
         is_written = self._open is not None and self._open.kind == "output_text"
         has_answer = is_written or any(item["type"] != "reasoning" for item in self._output)
         if status == "completed" and not has_answer:
@@ -105,8 +208,9 @@ class ResponseAnswers:
         yield from self._close(status)
         yield {"type": f"response.{status}", "response": self._response(status)}
 
-    def _response(self, status: str) -> dict[str, Any]:
-        response = self._head | {
+    def _response(self, status: Status) -> ResponseBody:
+        response: ResponseBody = {
+            **self._head,
             "status": status,
             "completed_at": int(time.time()) if status == "completed" else None,
             "error": None,
@@ -114,11 +218,12 @@ class ResponseAnswers:
             "output": list(self._output),
             "usage": self._usage(),
         }
-        warnings = self._choices.warnings if self._reason is not None else ()
-        return response | {"warnings": warnings} if warnings else response
+        if self._choices.warnings and self._reason is not None:
+            response["warnings"] = self._choices.warnings
+        return response
 
-    def _usage(self) -> dict[str, Any]:
-        usage = self._choices.usage(False)
+    def _usage(self) -> ResponseUsage:
+        usage = self._choices.usage
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
@@ -134,34 +239,47 @@ class _TextItem:
     def __init__(self, kind: Kind, index: int) -> None:
         self.kind = kind
         self._index = index
+        self._id = _new_id("msg" if kind == "output_text" else "rs")
         self._texts: list[str] = []
-        if kind == "output_text":
-            self._head: Event = {"id": _new_id("msg"), "type": "message", "role": "assistant"}
-            self._part: Event = {"type": kind, "annotations": [], "logprobs": []}
-            self._of_delta: Event = {"logprobs": []}
-        else:
-            self._head = {"id": _new_id("rs"), "type": "reasoning", "summary": []}
-            self._part = {"type": kind}
-            self._of_delta = {}
-        self._place = {"item_id": self._head["id"], "output_index": index, "content_index": 0}
+        self._of_delta: Event = {"logprobs": []} if kind == "output_text" else {}
+        self._place = {"item_id": self._id, "output_index": index, "content_index": 0}
+
+    def item(self, status: Status) -> OutputMessage | OutputReasoning:
+        """Return the item, which has its part once it is written."""
+        texts = [] if status == "in_progress" else ["".join(self._texts)]
+        if self.kind == "output_text":
+            written = [_output_text(text) for text in texts]
+            return {"id": self._id, "type": "message", "role": "assistant", "status": status, "content": written}
+        thought = [_reasoning_text(text) for text in texts]
+        return {"id": self._id, "type": "reasoning", "summary": [], "status": status, "content": thought}
+
+    def _part(self, text: str) -> OutputText | ReasoningText:
+        return _output_text(text) if self.kind == "output_text" else _reasoning_text(text)
 
     def begin(self) -> Iterator[Event]:
-        yield _item_event("added", self._index, self._head | {"status": "in_progress", "content": []})
-        yield {"type": "response.content_part.added", **self._place, "part": self._part | {"text": ""}}
+        yield _item_event("added", self._index, self.item("in_progress"))
+        yield {"type": "response.content_part.added", **self._place, "part": self._part("")}
 
     def write(self, text: str) -> Event:
         self._texts.append(text)
         return {"type": f"response.{self.kind}.delta", **self._place, "delta": text, **self._of_delta}
 
-    def end(self, status: str) -> Iterator[Event]:
+    def end(self, status: Status) -> Iterator[Event]:
         text = "".join(self._texts)
-        part = self._part | {"text": text}
         yield {"type": f"response.{self.kind}.done", **self._place, "text": text, **self._of_delta}
-        yield {"type": "response.content_part.done", **self._place, "part": part}
-        yield _item_event("done", self._index, self._head | {"status": status, "content": [part]})
+        yield {"type": "response.content_part.done", **self._place, "part": self._part(text)}
+        yield _item_event("done", self._index, self.item(status))
 
 
-def _item_event(what: str, index: int, item: dict[str, Any]) -> Event:
+def _output_text(text: str) -> OutputText:
+    return {"type": "output_text", "annotations": [], "logprobs": [], "text": text}
+
+
+def _reasoning_text(text: str) -> ReasoningText:
+    return {"type": "reasoning_text", "text": text}
+
+
+def _item_event(what: str, index: int, item: Mapping[str, object]) -> Event:
     return {"type": f"response.output_item.{what}", "output_index": index, "item": item}
 
 
@@ -169,8 +287,7 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def _echo(asked: ResponsesRequest, defaults: GenerationDefaults) -> dict[str, Any]:
-    """Return the fields of the response that repeat the request, with what was chosen for absent ones."""
+def _echo(asked: ResponsesRequest, defaults: GenerationDefaults) -> Echo:
     reasoning, choice = asked.reasoning, asked.tool_choice
     return {
         "instructions": asked.instructions,
@@ -180,7 +297,10 @@ def _echo(asked: ResponsesRequest, defaults: GenerationDefaults) -> dict[str, An
         "temperature": defaults.temperature if asked.temperature is None else asked.temperature,
         "top_p": defaults.top_p if asked.top_p is None else asked.top_p,
         "max_output_tokens": asked.max_output_tokens,
-        "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
+        "reasoning": {
+            "effort": reasoning.effort if reasoning else None,
+            "summary": reasoning.summary if reasoning else None,
+        },
         "text": {"format": {"type": "text"}},
         "truncation": "disabled",
         "metadata": asked.metadata or {},

@@ -4,17 +4,18 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
+from typing_extensions import TypedDict
 
 from app import log
-from app.api.errors import ApiError, unavailable
+from app.api.errors import AnswerWarning, ApiError, unavailable
 from app.engine_client.client import EngineClient
 from app.engine_client.request_stream import RequestStream, Timeline
 from app.messages import FinishReason, TokenDelta
@@ -25,8 +26,24 @@ KEEP_ALIVE_SECONDS = 15.0
 _CHECKS_PER_KEEP_ALIVE = 5
 _TOKENS_AT_ONCE = 8  # of an answer that is not streamed; more would delay the streams that are read after it
 
-Reason = FinishReason | Literal["tool_calls"]
+Reason = Literal["stop", "length", "tool_calls"]
 T = TypeVar("T")
+
+
+class PromptTokensDetails(TypedDict):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(TypedDict):
+    reasoning_tokens: int
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +71,7 @@ class Answers(Protocol):
     `events` has those of a piece, b"" without any; `end` those after all; `failure` the last of a broken stream.
     """
 
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]: ...
+    def whole(self, pieces: Sequence[Piece]) -> Mapping[str, object]: ...
     def events(self, piece: Piece) -> bytes: ...
     def end(self) -> bytes: ...
     def failure(self, error: ApiError) -> bytes: ...
@@ -118,8 +135,8 @@ class Choice:
             self.deltas.timeline.tokens = detokenizer.num_tokens  # fewer than the engine's after a stop string
             self.deltas.close(detokenizer.finish_reason or "stop")
             parts.append(parser.finish())
-            reason = "tool_calls" if parser.has_all_calls else detokenizer.finish_reason
-            reason = "tool_calls" if reason == "stop" and parser.calls else reason
+            ended = cast(Reason, detokenizer.finish_reason)  # `take` has raised for "error" and "abort"
+            reason = "tool_calls" if parser.has_all_calls or (ended == "stop" and parser.calls) else ended
         is_first, self.has_begun = not self.has_begun, True
         steps = self._steps(delta, texts) if self.with_steps and delta.token_ids else ()
         piece = Piece(self.index, Parsed.in_order(parts), num_earlier, steps, reason, is_first)
@@ -163,7 +180,7 @@ class Choices:
 
     num_prompt_tokens: int
     num_per_prompt: int
-    warnings: Sequence[dict[str, Any]] = ()
+    warnings: Sequence[AnswerWarning] = ()
     on_close: Callable[[], None] | None = None
     _choices: list[Choice] = field(default_factory=list)
     _event: asyncio.Event = field(default_factory=asyncio.Event)
@@ -176,8 +193,12 @@ class Choices:
         """Abort the choices that still run. Idempotent."""
         for choice in self._choices:
             choice.deltas.close()
-        counts = {name: n for name, n in self.usage(False).items() if name in ("prompt_tokens", "completion_tokens")}
-        log.request.get({}).update(**counts, finish_reason=",".join(line.outcome for line in self.timelines))
+        usage = self.usage
+        log.request.get({}).update(
+            prompt_tokens=usage["prompt_tokens"],
+            completion_tokens=usage["completion_tokens"],
+            finish_reason=",".join(line.outcome for line in self.timelines),
+        )
         on_close, self.on_close = self.on_close, None
         if on_close is not None:
             on_close()
@@ -187,26 +208,29 @@ class Choices:
         """Timelines of the choices."""
         return [choice.deltas.timeline for choice in self._choices]
 
-    def usage(self, with_speculation: bool) -> dict[str, Any]:
-        """Return the usage so far.
+    @property
+    def usage(self) -> Usage:
+        """The usage so far.
 
         A prompt counts once. Its cached tokens are those of its first choice, because the others may have found the
-        pages of that one. The steps of speculation are those that verified drafts.
+        pages of that one.
         """
         num_new = sum(line.tokens for line in self.timelines)
         cached = sum(line.cached_tokens for line in self.timelines[:: self.num_per_prompt])
         reasoned = [one for one in self._choices if one.parser.reasoning and one.parser.reasoning.has_reasoned]
-        usage: dict[str, Any] = {
+        return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": num_new,
             "total_tokens": self.num_prompt_tokens + num_new,
             "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {"reasoning_tokens": sum(one.num_before_content for one in reasoned)},
         }
-        if with_speculation:
-            counts = sum((choice.counts for choice in self._choices), Counter[str]())
-            usage["speculation"] = {name: counts[name] for name in ("steps", "verified", "accepted")}
-        return usage
+
+    @property
+    def speculation(self) -> dict[str, int]:
+        """The steps that verified drafts so far, and the drafts that they verified and accepted."""
+        counts = sum((choice.counts for choice in self._choices), Counter[str]())
+        return {name: counts[name] for name in ("steps", "verified", "accepted")}
 
     async def whole(self) -> list[Piece]:
         """Return every choice as one piece, read many tokens at a time. All choices end at the error of one."""

@@ -52,7 +52,7 @@ class Tracer:
         def end() -> None:
             timelines = choices.timelines
             ended, seconds = time.time_ns(), time.monotonic() - timelines[0].arrived
-            usage = choices.usage(with_speculation=False)
+            usage = choices.usage
             attributes = asked | {
                 "gen_ai.usage.prompt_tokens": usage["prompt_tokens"],
                 "gen_ai.usage.completion_tokens": usage["completion_tokens"],

@@ -4,13 +4,12 @@ from difflib import get_close_matches
 
 from pydantic import BaseModel
 
-from app.api.errors import bad_request, clip, context_length_exceeded, unsupported
+from app.api.errors import AnswerWarning, bad_request, clip, context_length_exceeded, unsupported
 from app.api.refusals import LABELS, REFUSED, asks
 from app.api.schemas import Body, ChatMessage, GenerationRequest, TemplatedRequest
 from app.api.services import Services
 from app.metrics import Metrics
 from app.text.chat_template import ChatTemplate
-from app.text.parsers.base import Json
 
 _NO_PLACE = "This model's chat template has no place for"
 _MAX_UNKNOWN = 16  # warnings of one answer about unknown fields
@@ -157,7 +156,7 @@ def check_template(body: TemplatedRequest, services: Services) -> None:
             raise unsupported(why, param)
 
 
-def warn_of_unknown_fields(body: Body, metrics: Metrics) -> list[Json]:
+def warn_of_unknown_fields(body: Body, metrics: Metrics) -> list[AnswerWarning]:
     """Return a warning for each unknown field at the top level, with the name that it may be meant for."""
     known = LABELS | {refusal.field for refusal in REFUSED[type(body)]}
     names = [name for name, value in (body.model_extra or {}).items() if name not in known and asks(value)]
@@ -170,7 +169,7 @@ def warn_of_unknown_fields(body: Body, metrics: Metrics) -> list[Json]:
     return warnings
 
 
-def warn_of_prompt(body: TemplatedRequest, template: ChatTemplate) -> list[Json]:
+def warn_of_prompt(body: TemplatedRequest, template: ChatTemplate) -> list[AnswerWarning]:
     """Return warnings about names and reasoning that are not in the prompt, and thinking before a forced call.
 
     The name of a tool's message may repeat the function of an earlier call, because the prompt has that.
@@ -199,7 +198,7 @@ def warn_of_prompt(body: TemplatedRequest, template: ChatTemplate) -> list[Json]
     return warnings
 
 
-def _warning(code: str, param: str, message: str) -> Json:
+def _warning(code: str, param: str, message: str) -> AnswerWarning:
     return {"code": code, "param": param, "message": message}
 
 
