@@ -51,8 +51,9 @@ class Received(Generic[BodyT_co]):
     num_sequences: int
 
     def acquire(self) -> Permits:
-        """Acquire a permit for every choice. Raises Busy or EngineUnavailable."""
-        return self.services.engine.acquire(self.services.client_id(self.request), self.num_sequences)
+        """Acquire a permit for every choice. Raises Busy."""
+        admission, client_id = self.services.engine.admission, self.services.client_id(self.request)
+        return admission.acquire(client_id, self.num_sequences, self.info.max_num_seqs)
 
 
 async def receive(request: Request, model: type[BodyT], *, is_admitted: bool = True) -> Received[BodyT]:

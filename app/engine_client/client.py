@@ -78,10 +78,6 @@ class EngineClient:
         self.admission.check(client_id, 1, info.max_num_seqs)
         return info
 
-    def acquire(self, client_id: str, count: int = 1) -> Permits:
-        """Return `count` permits, all or none. The caller closes them. Raise EngineUnavailable or Busy."""
-        return self.admission.acquire(client_id, count, self.ready_info().max_num_seqs)
-
     def submit(
         self,
         request: Request,
@@ -96,8 +92,8 @@ class EngineClient:
         one when a running request is aborted. One of `permits` is used; without `permits` one is acquired. Raise
         EngineUnavailable or Busy, or what the encoder raises. Then nothing was sent and no permit was used.
         """
-        self.ready_info()
-        permits = permits or self.acquire(client_id="")
+        info = self.ready_info()  # the engine may have ended since the request came
+        permits = permits or self.admission.acquire("", 1, info.max_num_seqs)
         assert request.request_id not in self._running
         try:
             self.supervisor.send(Submit(request))
