@@ -69,7 +69,7 @@ _ALWAYS = "--async-scheduling --disable-overlap-schedule --schedule-policy= --st
 _NEVER = "--disable-custom-all-reduce --swap-space= --max-seq-len-to-capture= --additional-config= --mlock --no-mmap"
 _REQUESTS = "--disable-log-requests --no-enable-log-requests --enable-log-requests --log-requests"
 _LEVELS = "--compilation-config= --compilation-config.level= --compilation-config.mode= -O= -O0 -O1 -O2 -O3"
-_COMPILE = f"{_LEVELS} --compile= --no-compile --enable-torch-compile"
+_COMPILE = f"{_LEVELS} --enable-torch-compile"
 _GRAMMAR = "--structured-outputs-config= --structured-outputs-config.backend= --grammar-backend="
 _CONFIG = "--hf-overrides --json-model-override-args --rope-scaling --rope-theta"
 

@@ -54,7 +54,7 @@ def _dashed(argument: str) -> str:
 
 def _with_value(arguments: Sequence[str]) -> list[str]:
     """Return `-fa=on` for a bare `-fa`. The next word may be the MODEL if it is not one of its values."""
-    bare = {"-fa", "--flash-attn", "--compile"}
+    bare = {"-fa", "--flash-attn"}
     return [
         f"{argument}=on" if argument in bare and following not in ("on", "off", "auto") else argument
         for argument, following in zip(arguments, [*arguments[1:], ""], strict=False)
