@@ -1,6 +1,6 @@
 """The shape of a DFlash draft: its config.json in the published dialects, checked against the target's shape.
 
-A key is honoured, refused by the name of its dialect, known to change nothing, or named in a warning.
+A key is honoured, refused as another variant's, known to change nothing, or named in a warning.
 """
 
 import re
@@ -43,22 +43,13 @@ _INERT = re.compile(
     r"|decoder_sparse_step|mlp_only_layers|norm_topk_prob|(num|n)_\w*experts\w*|experts_per_token|moe_\w+"
     r"|shared_expert\w*|router_\w+|output_router_logits"
 )
-_DIALECTS = (
-    (re.compile(r"conv\w*|\w+_conv\w*|\w*selector\w*|\w*codebook\w*"), "DFlash2"),
-    (re.compile(r"markov\w*|confidence_head|dspark\w*|logit_head\w*"), "DSpark"),
-    (re.compile(r"shift_label|\w*gru\w*|domino\w*"), "Domino"),
-    (re.compile(r"jetspec\w*|draft_shift"), "JetSpec, whose drafts are trees"),
-    (re.compile(r"lilicorr\w*"), "LiLiCorr, with a transformer over a lattice of candidates"),
-    (re.compile(r"xpress\w*|hcache\w*|down_[hg]"), "xPress, which refines its block in several passes"),
-    (re.compile(r"layer_fusion_weights|\w+_proj_target"), "DFlare, with features of its own for each layer"),
-    (re.compile(r"(q|kv)_[ab]_\w+|(q|kv)_lora_rank"), "a draft with latent attention (MLA)"),
-    (re.compile(r"\w*sinks?|\w*sink_\w+|attention_value_scale"), "a draft with attention sinks"),
-    (re.compile(r"aux_hidden_norms?\w*|g_proj|gating"), "Laguna, with a norm for each tap"),
-    (re.compile(r"encoder\w*"), "Muse-Glimmer"),
-    (re.compile(r"experts|shared_expert\w*"), "a draft with experts"),
+_FOREIGN = re.compile(
+    r"conv\w*|\w+_conv\w*|\w*selector\w*|\w*codebook\w*|markov\w*|dspark\w*|logit_head\w*|shift_label|\w*gru\w*|domino\w*"
+    r"|jetspec\w*|draft_shift|lilicorr\w*|xpress\w*|hcache\w*|(q|kv)_lora_rank|\w*sinks?|\w*sink_\w+|attention_value_scale"
+    r"|aux_hidden_norms?\w*|gating|encoder\w*|experts"
 )
-"""Other variants of DFlash, by their keys and by parts of their tensors' names."""
-_RUN = ("DFlash2", "DSpark")
+"""Keys that turn on what is not run here, unless their value is false or empty."""
+_RUN = "give a draft of DFlash, DFlash2 or DSpark"
 _MODEL_TYPES = ("qwen3", "dflash", "dspark", "qwen3_moe", "qwen3_5_text")
 """Types of drafts, and of targets whose config a draft was made from."""
 _ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel", "Qwen3DSparkModel")
@@ -131,16 +122,12 @@ def refuse_foreign_tensors(names: Iterable[str], draft: DFlashConfig) -> None:
     others = {name for name in names if not any(pattern.fullmatch(name) for pattern in known)}
     if missing := sorted(draft.own_tensors.keys() - others):
         raise UnsupportedError(f"draft: tensor {missing[0]} is missing, and config.json asks for it")
-    unknown = sorted(others - draft.own_tensors.keys())
-    for name in unknown:
-        if dialect := next(filter(None, map(_dialect, name.split("."))), None):
-            why = "and config.json does not ask for it" if dialect in _RUN else "which is not supported yet"
-            raise UnsupportedError(f"draft: tensor {name} is of {dialect}, {why}")
-    if unknown:
-        reason = f"(one of {len(unknown)}) is of a variant of DFlash that is not supported yet"
-        if _BIAS.fullmatch(unknown[0]):
-            reason = "is a bias, but attention_bias in config.json is not true"
-        raise UnsupportedError(f"draft: tensor {unknown[0]} {reason}")
+    if not (unknown := sorted(others - draft.own_tensors.keys())):
+        return
+    if _BIAS.fullmatch(unknown[0]):
+        raise UnsupportedError(f"draft: tensor {unknown[0]} is a bias, but attention_bias in config.json is not true")
+    which = f"{len(unknown)} tensors, such as {unknown[0]}," if len(unknown) > 1 else f"tensor {unknown[0]}"
+    raise UnsupportedError(f"draft: {which} is not DFlash's, and no head of config.json has it; {_RUN}")
 
 
 def _flattened(raw: Raw) -> tuple[dict[str, Any], list[str]]:
@@ -158,7 +145,7 @@ def _flattened(raw: Raw) -> tuple[dict[str, Any], list[str]]:
         made = f"(architectures: {raw.get('architectures')})"
         raise UnsupportedError(f"config.json has no dflash_config, so this is no DFlash draft {made}")
     inner = _without_prefix(inner)
-    given = {name: value for name, value in inner.items() if value is not None and not _is_noise(name, value)}
+    given = {name: value for name, value in _meaningful(inner).items() if value is not None}
     if foreign := sorted(given.keys() - _INNER_KEYS - set(_OUTER_KEYS)):
         found = f"{foreign[0]} = {given[foreign[0]]!r}"
         raise UnsupportedError(f"dflash_config has {found}, whose meaning is not known here")
@@ -167,8 +154,7 @@ def _flattened(raw: Raw) -> tuple[dict[str, Any], list[str]]:
         for name, value in given.items()
         if raw.get(name) not in (None, value)
     ]
-    merged = without(raw, ("dflash_config",)) | given
-    keys = {name: value for name, value in merged.items() if not _is_noise(name, value)}
+    keys = _meaningful(without(raw, ("dflash_config",)) | given)
     for name in ("rope_scaling", "rope_parameters"):
         keys[name] = {key: value for key, value in fields(keys, name).items() if not _INERT.fullmatch(key)}
     if unknown := [name for name in keys if name not in _INNER_KEYS and name not in _OUTER_KEYS]:
@@ -222,19 +208,14 @@ def _from_deepspec(raw: Raw) -> dict[str, Any]:
     return {"projector_type": "dspark", **raw, "dflash_config": {}}
 
 
-def _is_noise(name: str, value: Any) -> bool:
-    """Return True for a key that changes nothing. Raises UnsupportedError for one of a dialect."""
-    if _INERT.fullmatch(name):
-        return True
-    if name in _INNER_KEYS:
-        return False
-    if (dialect := _dialect(name)) and value:
-        raise UnsupportedError(f"{name} = {value!r} is of {dialect}, which is not supported yet")
-    return dialect is not None
-
-
-def _dialect(name: str) -> str | None:
-    return next((dialect for pattern, dialect in _DIALECTS if pattern.fullmatch(name)), None)
+def _meaningful(keys: Raw) -> dict[str, Any]:
+    """Return the keys without those that change nothing. Raises UnsupportedError for those of another variant."""
+    rest = {name: value for name, value in keys.items() if not _INERT.fullmatch(name)}
+    foreign = {name for name in rest.keys() - _INNER_KEYS if _FOREIGN.fullmatch(name)}
+    if found := [f"{name} = {rest[name]!r}" for name in sorted(foreign) if rest[name]]:
+        listed = f"keys {', '.join(found)} are" if len(found) > 1 else f"key {found[0]} is"
+        raise UnsupportedError(f"{listed} not DFlash's; {_RUN}")
+    return without(rest, foreign)
 
 
 def _masks(keys: Raw) -> tuple[AttentionMask, ...]:
