@@ -20,6 +20,7 @@ from torch import Tensor
 
 from app.engine.comm.comm import Comm, Meeting
 from app.engine.device.base import Backend
+from app.engine.device.comparison import TOLERANCE
 from app.engine.device.factory import make_backend
 
 COMMAND = (sys.executable, "-P", "-m", "app.check.collectives")
@@ -27,8 +28,6 @@ ROWS = (1, 16, 64, 512, 4096)
 """Rows of a sum: one decoding sequence, blocks of 1, 4 and 32, and a chunk of a prompt."""
 FEW_ROWS = ROWS[:3]
 HIDDEN = 4096  # of Qwen3-8B
-TOLERANCE = 2e-2
-"""Largest error of a bfloat16 sum as a share of the largest value; each addition rounds by 2^-9."""
 
 Case = dict[str, Any]
 Measure = Callable[[Backend, Comm, Sequence[int]], list[Case]]

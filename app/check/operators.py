@@ -5,92 +5,41 @@ share of the largest value of the result; integers must be equal.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from math import isnan
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from app.engine.checkpoint.shapes import GatedDeltaConfig
-from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, LayerKv, ProjectedRows
+from app.engine.device.base import AttentionMask, Backend, ProjectedRows
+from app.engine.device.comparison import (
+    NUMBER_BYTES,
+    TOLERANCE,
+    Inputs,
+    Lens,
+    Operator,
+    Paged,
+    Prepared,
+    difference,
+)
 from app.engine.device.moe import ExpertWeights, MoeConfig
 from app.engine.device.probe import Finding, failed, ok
-from app.engine.device.torch import TorchBackend
-from app.engine.dflash.self_test import TOLERANCE
 from app.engine.models.gated_delta_net import Recurrence
 from app.engine.models.recurrent_rows import SequenceRows
 from app.engine.models.state_pool import LayerState
 from app.engine.quantised import QuantisedWeight, Weight
 
 EPS = 1e-6
-NUMBER_BYTES = 2
 FLOAT32_BYTES = 4
 WINDOW = 100
 """Tokens that a row of sliding attention sees. It is no multiple of a page, so pages are cut."""
 HINT = "do not serve on it; with versions that belong together, report this output"
 EXPERTS = MoeConfig(16, 4, intermediate_size=256, norm_topk_prob=True)
-
-Prepared = Callable[[], Any]
-"""Runs the operator on its inputs. Tensors of the result are compared, one or a tuple of them."""
-Lens = Sequence[tuple[int, int]]
-"""Query rows and KV tokens of each request."""
-
-
-@dataclass(slots=True)
-class Inputs:
-    """Random values of one case on a backend's device, rounded to `rounded` and held in `dtype`: the same on each.
-    `past` fills the slots after a request's last token; None leaves random numbers there."""
-
-    backend: Backend
-    rounded: torch.dtype
-    dtype: torch.dtype
-    past: float | None = None
-    noise: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
-
-    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
-        return self.put(torch.randn(*shape, generator=self.noise) * scale)
-
-    def put(self, values: Tensor) -> Tensor:
-        return values.to(self.rounded).to(self.backend.device, self.dtype)
-
-    def int32(self, values: Any) -> Tensor:
-        return torch.as_tensor(values, dtype=torch.int32).to(self.backend.device)
-
-    def scattered(self, count: int, below: int) -> Tensor:
-        """Return distinct int32 numbers [count]."""
-        return self.int32(torch.randperm(below, generator=self.noise)[:count])
-
-    def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        """Return int32 numbers from `low` to below `high`."""
-        return self.int32(torch.randint(low, high, shape, generator=self.noise))
-
-    def pages(self, slots: int, page: int, kv_heads: int, dim: int, *, ordered: bool = False) -> LayerKv:
-        """Return pages of random numbers with room for `slots` rows, with K as `ordered` returns it if wished."""
-        k, v = (self.normal(-(-slots // page), page, kv_heads, dim) for _ in range(2))
-        return LayerKv(self.ordered(k) if ordered else k, v)
-
-    def ordered(self, x: Tensor) -> Tensor:
-        """Return x [..., D] with the pairs that RoPE turns where this backend has them."""
-        return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) if self.backend.interleaved_rope else x
-
-    def restored(self, x: Tensor) -> Tensor:
-        """Undo `ordered`, so that results of all backends compare."""
-        return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if self.backend.interleaved_rope else x
-
-    def rotation(self, rows: int, dim: int) -> tuple[Tensor, ...]:
-        angles = torch.arange(rows * dim // 2).view(rows, -1) / dim
-        found = self.backend.rotation_at(self.backend.rotary_tables(angles, self.rounded), self.int32(range(rows)))
-        return tuple(turns if turns.is_complex() else turns.to(self.dtype) for turns in found)
-
-
-Operator = Callable[[Inputs], Prepared]
-"""Makes the inputs on a backend, and returns the call that is compared and timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,54 +135,6 @@ def cases(extent: Extent) -> dict[str, list[Case]]:
         for width in (1, block):
             add("commit_and_verify", _commit_and_verify, batch, width, *extent.recurrent, tolerance=loose, moved=moved)
     return dict(made)
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """A call of a backend's attention over pages, planned."""
-
-    backend: Backend
-    q: Tensor
-    kv: LayerKv
-    meta: AttentionMetadata
-    mask: AttentionMask
-
-    def __call__(self) -> Tensor:
-        return self.backend.attention(self.q, self.kv, self.meta, self.mask)
-
-
-@dataclass(frozen=True, slots=True)
-class Paged:
-    """Requests over scattered pages, whose query rows are the last of their tokens."""
-
-    lens: Lens
-    heads: int
-    kv_heads: int
-    dim: int
-    mask: AttentionMask
-    page: int
-
-    def __call__(self, at: Inputs) -> Attention:
-        q_lens, kv_lens = [q for q, _ in self.lens], [kv for _, kv in self.lens]
-        counts = [-(-kv // self.page) for kv in kv_lens]
-        ids = at.scattered(sum(counts), sum(counts) + 1).cpu().split(counts)
-        table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
-        kv = at.pages((sum(counts) + 1) * self.page, self.page, self.kv_heads, self.dim)
-        for line, own, kv_len in zip(table, ids, kv_lens, strict=True):
-            line[: len(own)] = own
-            if at.past is not None and kv_len:
-                for pool in (kv.k, kv.v):
-                    pool[int(own[-1]), (kv_len - 1) % self.page + 1 :] = at.past
-        starts, lengths, table = (at.int32(x) for x in ([0, *accumulate(q_lens)], kv_lens, table))
-        meta = AttentionMetadata(starts, lengths, table, q_lens, kv_lens, self.page)
-        meta.plans[self.mask] = at.backend.plan_attention(meta, self.mask, self.heads // self.kv_heads)
-        return Attention(at.backend, at.normal(sum(q_lens), self.heads, self.dim), kv, meta, self.mask)
-
-    @property
-    def moved(self) -> int:
-        window = self.mask.window or max(kv for _, kv in self.lens)
-        numbers = sum(2 * q * self.heads + 2 * min(kv, q - 1 + window) * self.kv_heads for q, kv in self.lens)
-        return NUMBER_BYTES * self.dim * numbers
 
 
 def _write_kv(at: Inputs, rows: int, kv_heads: int, dim: int, page: int) -> Prepared:
@@ -380,30 +281,6 @@ def _commit_and_verify(at: Inputs, batch: int, width: int, k_heads: int, v_heads
         return o, memory.matrix, memory.conv, memory.num_tokens, pending
 
     return call
-
-
-@torch.inference_mode()
-def difference(
-    backend: Backend,
-    operator: Operator,
-    *,
-    past: float | None = None,
-    dtype: torch.dtype | None = None,
-    against: Operator | None = None,
-) -> tuple[float, float, Prepared]:
-    """Compare `operator` on `backend` with `against`, itself by default, on the CPU. Returns the largest difference,
-    its share of the largest value, and the call. They are NaN if a result has one."""
-    dtype = dtype or backend.defaults.dtype
-    call = operator(Inputs(backend, dtype, dtype, past))
-    reference = Inputs(TorchBackend(torch.device("cpu")), dtype, torch.float32, None if past is None else 0.0)
-    absolute, relative = [0.0], [0.0]
-    results = (tree_leaves(made()) for made in (call, (against or operator)(reference)))
-    for got, want in zip(*results, strict=True):
-        if isinstance(want, Tensor) and want.numel():
-            largest = float(want.double().abs().max())
-            absolute.append(float((got.cpu().double() - want.double()).abs().max()))
-            relative.append(absolute[-1] / largest if largest else absolute[-1])
-    return float(np.max(absolute)), float(np.max(relative)), call
 
 
 def find(backend: Backend, name: str) -> Finding:

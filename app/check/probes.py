@@ -4,7 +4,6 @@ The process writes the names of all probes to stdout as one line of JSON. A line
 `{"name", "status", "found", "hint"}`. DEVICE is one that the settings know. Output of libraries goes to stderr.
 """
 
-import importlib
 import json
 import os
 import sys
@@ -13,7 +12,9 @@ from dataclasses import asdict
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
+from app.engine.cuda import host_probes as cuda_host
 from app.engine.device.probe import Finding, Probe, failed, ok, warning
+from app.engine.npu import host_probes as npu_host
 from app.engine.npu.error_codes import explain
 from app.engine.npu.torch_build import CPU_INDEX, has_npu
 
@@ -64,9 +65,9 @@ def probes(device: str, ranks: int = 1) -> list[Probe]:
 
     Several `ranks` have a device each, from this one on, and a collective is tried between them.
     """
-    settled = _settle(device)
+    settled = _found(device)
     kind = settled.partition(":")[0]
-    host = [] if kind == "cpu" else importlib.import_module(f"app.engine.{kind}.host_probes").probes(settled)
+    host = {"cuda": cuda_host.probes, "npu": npu_host.probes}[kind](settled) if kind != "cpu" else []
 
     @cache
     def opened() -> "Backend":
@@ -145,17 +146,15 @@ def _operator(opened: Callable[[], "Backend"], name: str) -> Finding:
     return operators.find(opened(), name)
 
 
-def _settle(device: str) -> str:
-    if device != "auto":
-        return device
+def _found(device: str) -> str:
+    """Return the device that `serve` would take, or an NPU that it cannot use, because the probes say why."""
     try:
-        import torch
+        from app.engine.device.factory import found_device
 
-        if torch.cuda.is_available():
-            return "cuda"
+        found = found_device(device)
     except Exception:  # the probe "torch" tells it
-        pass
-    return "npu" if has_npu() else "cpu"
+        found = "cpu" if device == "auto" else device
+    return "npu" if device == "auto" and found == "cpu" and has_npu() else found
 
 
 if __name__ == "__main__":

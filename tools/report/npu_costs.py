@@ -13,7 +13,6 @@ import torch_npu
 from torch import Tensor
 
 from app.check.collectives import seconds_each
-from app.check.operators import Attention, Inputs, Lens, Paged, Prepared, difference
 from app.engine.device.base import (
     AttentionMask,
     AttentionMetadata,
@@ -22,6 +21,7 @@ from app.engine.device.base import (
     ProjectedRows,
     Rotation,
 )
+from app.engine.device.comparison import Attention, Inputs, Lens, Paged, Prepared, difference
 from app.engine.device.factory import make_backend
 from tools.report.npu_questions import FULL, PAGE, planned
 from tools.report.part import Options, Part, Result, describe

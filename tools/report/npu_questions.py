@@ -21,8 +21,8 @@ import torch
 import torch_npu
 
 from app.check.collectives import seconds_each
-from app.check.operators import TOLERANCE, Attention, Inputs, Lens, Operator, Paged, Prepared, difference
 from app.engine.device.base import AttentionMask, Backend, LayerKv
+from app.engine.device.comparison import TOLERANCE, Attention, Inputs, Lens, Operator, Paged, Prepared, difference
 from app.engine.device.factory import make_backend
 from app.engine.npu import host_probes
 from app.engine.schedule.graph_sizes import GraphSizes

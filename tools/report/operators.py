@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from app.check import operators
-from app.check.operators import Case, Extent, Inputs, Lens, Prepared
+from app.check.operators import Case, Extent
 from app.engine.device.base import Backend
+from app.engine.device.comparison import Inputs, Lens, Prepared
 from app.engine.device.factory import make_backend
 from app.engine.sampling.sampler import Sampler
 from tools.report.part import Options, Part, Result, describe

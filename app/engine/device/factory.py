@@ -1,11 +1,12 @@
 """Backend of a device, by the device's name. No other module imports a device plug-in."""
 
-import importlib
+from collections.abc import Callable
 
 import torch
 
 from app.engine.device.base import Backend
 from app.engine.errors import UnsupportedError
+from app.engine.npu.torch_build import is_usable
 
 _LIBRARIES = {
     "cuda": ("Triton", "Is it installed (pip install triton)?"),
@@ -17,8 +18,7 @@ _LIBRARIES = {
 def found_device(device: str) -> str:
     """Return the device, where "auto" is CUDA if torch sees a GPU, else an NPU that torch_npu can use, else the CPU."""
     if device == "auto":
-        npu = importlib.import_module("app.engine.npu.torch_build")
-        return "cuda" if torch.cuda.is_available() else "npu" if npu.is_usable() else "cpu"
+        return "cuda" if torch.cuda.is_available() else "npu" if is_usable() else "cpu"
     return device
 
 
@@ -34,16 +34,35 @@ def make_backend(device: str, *, rank: int = 0, batch_invariant: bool = False) -
         raise UnsupportedError(
             f"--device {device}: this torch ({torch.__version__}) sees {torch.cuda.device_count()} CUDA devices"
         )
-    module, name = f"app.engine.{kind}.backend", f"{kind.capitalize()}Backend"
-    if batch_invariant:
-        module, name = f"app.engine.{kind}.invariant", f"Invariant{name}"
     try:
-        plug_in = importlib.import_module(module)
+        backend = backend_class(kind, batch_invariant)
     except (ImportError, RuntimeError, OSError) as error:
         if kind not in _LIBRARIES:
             raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
         library, hint = _LIBRARIES[kind]
         raise UnsupportedError(f"--device {device}: {library} cannot be loaded: {reason}. {hint}") from None
-    backend: Backend = getattr(plug_in, name)(torch.device(kind) if kind == "cpu" else torch.device(kind, index))
-    return backend
+    return backend(torch.device(kind) if kind == "cpu" else torch.device(kind, index))
+
+
+def backend_class(kind: str, batch_invariant: bool) -> Callable[[torch.device], Backend]:
+    """Return the class of a plug-in, which is imported only where it is used, because it needs its own libraries."""
+    if kind == "npu":
+        from app.engine.npu.backend import NpuBackend
+
+        return NpuBackend
+    if kind == "cuda" and batch_invariant:
+        from app.engine.cuda.invariant import InvariantCudaBackend
+
+        return InvariantCudaBackend
+    if kind == "cuda":
+        from app.engine.cuda.backend import CudaBackend
+
+        return CudaBackend
+    if batch_invariant:
+        from app.engine.cpu.invariant import InvariantCpuBackend
+
+        return InvariantCpuBackend
+    from app.engine.cpu.backend import CpuBackend
+
+    return CpuBackend

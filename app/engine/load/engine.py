@@ -17,13 +17,13 @@ from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.comm.comm import ALONE, Comm
 from app.engine.core import EngineCore
 from app.engine.device.base import Backend
+from app.engine.device.comparison import check_attention
 from app.engine.device.factory import found_device, make_backend
 from app.engine.dflash.conv import ConvolvedLayer
 from app.engine.dflash.draft_pages import DraftPages, num_draft_pages
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.dflash.model import DFlashModel, read_mask_row
 from app.engine.dflash.rotation import read_rotation, turned_back, turned_fc
-from app.engine.dflash.self_test import check_attention
 from app.engine.dflash.startup_log import log_draft
 from app.engine.errors import UnsupportedError
 from app.engine.load.loader import Int8Weights, OpenWeights, SafetensorsWeights, target_class

@@ -13,7 +13,7 @@ from app.engine.cuda import attention, launch
 from app.engine.cuda.attention import TILE_ROWS, Geometry, Heads, geometry, paged_attention
 from app.engine.cuda.backend import CudaBackend
 from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
-from app.engine.dflash.self_test import check_attention
+from app.engine.device.comparison import check_attention
 from app.engine.errors import UnsupportedError
 from app.engine.step.graph_plan import settle_graph_sizes
 from tests.costs import fast_ones

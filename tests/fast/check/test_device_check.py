@@ -127,8 +127,11 @@ def test_a_failed_probe_stops_those_that_need_it_and_no_others() -> None:
 
 
 def test_what_probes_need_is_the_name_of_an_earlier_one_and_auto_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "_settle", lambda device: "cpu")
-    assert dict(probes.run(probes.probes("auto")[:1]))["device"] == ok("auto is cpu here")
+    with monkeypatch.context() as patch:
+        patch.setattr("app.engine.device.factory.found_device", lambda device: "cpu")
+        assert dict(probes.run(probes.probes("auto")[:1]))["device"] == ok("auto is cpu here")
+        patch.setattr(probes, "has_npu", lambda: True)  # without torch_npu, which its probe tells
+        assert dict(probes.run(probes.probes("auto")[:1]))["device"] == ok("auto is npu here")
     for device in ("cpu", "cuda:1", "npu"):
         names = [probe.name for probe in probes.probes(device)]
         assert len(set(names)) == len(names)

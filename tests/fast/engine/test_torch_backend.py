@@ -17,10 +17,10 @@ from app.engine.checkpoint.shapes import DecoderConfig, RopeConfig
 from app.engine.cpu import attention, library
 from app.engine.cpu.backend import CpuBackend
 from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, LayerKv, ProjectedRows
+from app.engine.device.comparison import check_attention
 from app.engine.device.factory import make_backend
 from app.engine.device.torch import Call, TorchBackend
 from app.engine.device.transfer import Packed
-from app.engine.dflash.self_test import check_attention
 from app.engine.errors import UnsupportedError
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.rope import RotaryTable
