@@ -34,9 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command, *flags = ["serve", *arguments] if arguments[0].startswith("-") else arguments
     if command not in COMMANDS:
-        tool, near = f"python -m tools.{command}", f"dflash-server {nearest(command, COMMANDS) or f'serve {command}'}"
-        hint = f"did you mean `{' '.join([tool if command in ('bench', 'report') else near, *flags])}`?"
-        return ConfigError(f"unknown command {command}", hint).show()
+        meant = " ".join([nearest(command, COMMANDS) or f"serve {command}", *flags])
+        return ConfigError(f"unknown command {command}", f"did you mean `dflash-server {meant}`?").show()
     # If torch loads device backends by itself, a torch_npu without CANN breaks `import torch` in every process. The NPU
     # backend imports torch_npu by name.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -65,12 +64,12 @@ def serve(arguments: Sequence[str]) -> int:
     config = load_config(parse_flags(arguments))
     check_torch_build(config.engine.device)
     check_settings(config)
-    target, draft = find_models(config.model, config.draft_model, speculation=config.speculation)
-    check_models(config.for_engine(target, draft))
+    config = config.of_models(*find_models(config.model, config.draft_model, speculation=config.speculation))
+    target_config = check_models(config.engine)
 
     from app.api.process import run
 
-    return run(config, target, draft)
+    return run(config, target_config)
 
 
 def check(arguments: Sequence[str]) -> int:

@@ -56,11 +56,11 @@ def application(args: Mapping[str, Any]) -> serve.Application:
     return serve.deployment(serve.ingress()(Replica), **chosen).bind(config, replicas.hold_seconds)
 
 
-def checked_models(config: Config) -> tuple[Path, Path | None]:
-    """Return the folders of target and draft. Raises ConfigError for files that cannot be served."""
-    target, draft = find_models(config.model, config.draft_model, speculation=config.speculation)
-    check_models(config.for_engine(target, draft))
-    return target, draft
+def checked_models(config: Config) -> tuple[Config, Mapping[str, Any]]:
+    """Return the settings with the models' folders, and the target's config.json. Raises ConfigError for files that
+    cannot be served."""
+    config = config.of_models(*find_models(config.model, config.draft_model, speculation=config.speculation))
+    return config, check_models(config.engine)
 
 
 def options(config: Config, replicas: Replicas) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class Replica:
         log.set_up(config.engine.log_level, config.engine.log_format, [*config.api_keys(), *config.admin_key])
         check_torch_build(config.engine.device)
         check_settings(config)
-        self._server = Server(config, *await asyncio.to_thread(checked_models, config), hold_seconds=hold_seconds)
+        self._server = Server(*await asyncio.to_thread(checked_models, config), hold_seconds=hold_seconds)
         self._server.bind()
         self._server.start()
         await self._server.ready()

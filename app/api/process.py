@@ -6,8 +6,7 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import Coroutine, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 import uvicorn
@@ -29,8 +28,10 @@ _GRACEFUL_SECONDS = 5
 """Time in which uvicorn may write the last bytes of its answers."""
 
 
-def run(config: Config, target: Path, draft: Path | None, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
-    """Serve until a signal comes, and return the exit code.
+def run(
+    config: Config, target_config: Mapping[str, Any] | None = None, engine_command: Sequence[str] = ENGINE_COMMAND
+) -> int:
+    """Serve until a signal comes, and return the exit code. `target_config` is as for `Server`.
 
     It is 0 after a drain, 2 if the engine or the tokenizer cannot be used with these settings and files, and 1 if the
     port is taken, too few files may be open, the engine died, or a second signal came.
@@ -45,7 +46,7 @@ def run(config: Config, target: Path, draft: Path | None, engine_command: Sequen
         )
         return 1
     try:
-        server = Server(config, target, draft, engine_command)
+        server = Server(config, target_config, engine_command)
     except ConfigError as error:
         print_error(str(error))
         return 2

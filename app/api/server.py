@@ -4,11 +4,10 @@ import asyncio
 import functools
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp
@@ -36,7 +35,7 @@ ROUTERS = (chat.router, completions.router, responses.router, ops.router)
 
 
 class Server:
-    """Engine and application of one model. `target` and `draft` are the checkpoints' folders.
+    """Engine and application of one model. `target_config` is the target's config.json, if it was read before.
 
     While the engine loads, requests wait for `hold_seconds` at most. The constructor opens no socket. It raises
     ConfigError for files that cannot be used, and for settings that exclude others.
@@ -45,8 +44,7 @@ class Server:
     def __init__(
         self,
         config: Config,
-        target: Path,
-        draft: Path | None,
+        target_config: Mapping[str, Any] | None = None,
         engine_command: Sequence[str] = ENGINE_COMMAND,
         hold_seconds: float = 0.0,
     ) -> None:
@@ -55,11 +53,10 @@ class Server:
             from app.api.tracing import tracer_to
 
             tracer = tracer_to(config.otlp_traces_endpoint)
-        tokenizer = Tokenizer(target)
+        tokenizer = Tokenizer(config.engine.target, target_config)
         _warn(tokenizer, config)
-        settings = encode_config(config.for_engine(target, draft))
         metrics = Metrics(config.metrics_prefix, config.model_names[0])
-        supervisor = Supervisor(engine_command, settings, metrics, step_timeout=config.step_timeout)
+        supervisor = Supervisor(engine_command, encode_config(config.engine), metrics, step_timeout=config.step_timeout)
         admission = Admission(config.max_queue, config.max_concurrency_per_key)
         events = config.kv_events_config
         self._publisher = KvEventPublisher(events) if events is not None and events.is_on else None

@@ -2,7 +2,6 @@
 
 import os
 from importlib.util import find_spec
-from pathlib import Path
 
 from app.config.error import ConfigError
 from app.config.settings import Config
@@ -13,7 +12,8 @@ OTLP_PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 
 def check_settings(config: Config) -> None:
     """Raise ConfigError for settings that exclude each other, or that need a file or a package that is not here."""
-    config.for_engine(Path(), None)
+    if config.engine.cache_events and not config.engine.prefix_caching:
+        raise ConfigError("--kv-events-config publishes how the prefix cache changes: drop --no-prefix-caching")
     config.api_keys()
     if config.otlp_traces_endpoint is None:
         return

@@ -1,7 +1,8 @@
 """Every setting of the server: name, type, limits, default, and its line in `--help`.
 
-A `Config` holds settled values. The engine's settings are described in `EngineConfig`, which needs no pydantic, and
-ENGINE_TYPES has what a user may write for them. `app.config.sources` reads flags, environment and YAML file.
+A `Config` holds settled values, made once a process by `app.config.sources` from flags, environment and YAML file. The
+engine's settings are described in `EngineConfig`, which needs no pydantic, and ENGINE_TYPES has what a user may write
+for them.
 """
 
 from dataclasses import fields, replace
@@ -83,7 +84,7 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    engine: EngineConfig = EngineConfig(Path())
+    engine: EngineConfig = EngineConfig(Path())  # its folders come with `of_models`
     notes: tuple[str, ...] = ()
     """What the log says of flags that set nothing."""
     model: str = setting(
@@ -154,17 +155,21 @@ class Config(BaseModel):
     @classmethod
     def of(cls, **values: Any) -> "Config":
         """Settle settings by name, those of the engine too. Raises ValidationError, whose first `loc` is the name."""
-        own = {name: values.pop(name) for name in ENGINE_SETTINGS.keys() & values.keys()}
-        return cls(engine=EngineConfig(Path(), **dict(_EngineSettings(**own))), **values)
+        given = {name: values.pop(name) for name in ENGINE_SETTINGS.keys() & values.keys()}
+        of_engine = dict(_EngineSettings(**given))
+        config = cls(**values)
+        drafts, events = config.num_speculative_tokens, config.kv_events_config
+        engine = EngineConfig(
+            Path(),
+            block_size=None if drafts is None else drafts + 1,
+            cache_events=events is not None and events.is_on,
+            **of_engine,
+        )
+        return config.model_copy(update={"engine": engine})
 
-    def for_engine(self, target: Path, draft: Path | None) -> EngineConfig:
-        """Return the engine's settings for these checkpoints. Raises ConfigError for those that exclude each other."""
-        drafts, events = self.num_speculative_tokens, self.kv_events_config
-        rows = None if drafts is None else drafts + 1
-        has_events = events is not None and events.is_on
-        if has_events and not self.engine.prefix_caching:
-            raise ConfigError("--kv-events-config publishes how the prefix cache changes: drop --no-prefix-caching")
-        return replace(self.engine, target=target, draft=draft, block_size=rows, cache_events=has_events)
+    def of_models(self, target: Path, draft: Path | None) -> "Config":
+        """Return the settings with the folders of the models, once these are found."""
+        return self.model_copy(update={"engine": replace(self.engine, target=target, draft=draft)})
 
     @property
     def model_names(self) -> list[str]:

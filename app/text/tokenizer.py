@@ -5,6 +5,7 @@ Transformers is not imported, because it imports torch, and the API process must
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,10 +46,10 @@ class Tokenizer:
 
     `max_id` is the highest id that it can make. `model_vocab_size`, `model_type` and `architectures` come from
     config.json, and `max_new_tokens` from generation_config.json; each may be None.
-    The constructor raises ConfigError, which names the file at fault.
+    The constructor raises ConfigError, which names the file at fault. It reads config.json if `config` is None.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any] | None = None) -> None:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(
@@ -67,8 +68,8 @@ class Tokenizer:
         self._max_token_bytes = max((len(token.encode()) for token in vocabulary), default=1) or 1
         settings_path, generation_path = folder / "tokenizer_config.json", folder / "generation_config.json"
         config_path = folder / "config.json"
-        files = settings_path, generation_path, config_path
-        settings, generation, config = (read_json(file, or_empty=True) for file in files)
+        settings, generation = (read_json(file, or_empty=True) for file in (settings_path, generation_path))
+        config = read_json(config_path, or_empty=True) if config is None else config
         given = {name: settings.get(name) for name in _SPECIAL_TOKENS}
         special = {name: _content(settings_path, name, token) for name, token in given.items() if token is not None}
         eos_ids = _ids(generation_path, generation.get("eos_token_id"))

@@ -7,7 +7,7 @@ import gc
 import json
 import shutil
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,12 +20,12 @@ from app.config.engine import EngineConfig
 from app.config.error import ConfigError
 from app.engine.checkpoint.draft import draft_config
 from app.engine.checkpoint.families import target_config
-from app.engine.checkpoint.files import DEMO
+from app.engine.checkpoint.files import DEMO, Checkpoint
 from app.engine.device.factory import make_backend
 from app.engine.dflash.model import DFlashModel
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import Engine, build_engine
-from app.engine.load.loader import Progress, target_class
+from app.engine.load.loader import target_class
 from app.engine.models.weights import Part
 
 BANNER = "RANDOM WEIGHTS: the tokens are meaningless; the sizes, and so the times, are those of the real model."
@@ -108,13 +108,13 @@ class RandomWeights:
 
     def __init__(
         self,
-        folder: Path,
+        checkpoint: Checkpoint,
         device: torch.device,
         dtype: torch.dtype,
-        on_progress: Progress,
+        on_progress: Callable[[int, int], None],
         kept: Collection[str] = (),  # of stored dtypes, which these weights have not
     ) -> None:
-        self._model = folder.name
+        self._model = checkpoint.folder.name
         self._device = device
         self._dtype = dtype
         self._on_progress = on_progress
@@ -178,7 +178,7 @@ class WrittenWeights(RandomWeights):
     """Random weights of which each tensor is written to a file in `to`."""
 
     def __init__(self, folder: Path, to: Path) -> None:
-        super().__init__(folder, torch.device("cpu"), torch.bfloat16, lambda *_: None)
+        super().__init__(Checkpoint(folder), torch.device("cpu"), torch.bfloat16, lambda *_: None)
         self._to, self._homes = to, dict[str, str]()
 
     def get(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:

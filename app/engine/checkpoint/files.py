@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -31,6 +32,33 @@ class StoredTensor(NamedTuple):
     name: str
     shape: list[int]
     dtype: str
+
+
+class Checkpoint:
+    """The files of a checkpoint's folder, each of which is read once, when it is first asked for. A `folder` may be one
+    file of safetensors, without a config. All properties raise UnsupportedError."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        return {} if self.folder.is_file() else read_config(self.folder)
+
+    @cached_property
+    def description(self) -> dict[str, Any]:
+        """msModelSlim's description of the tensors, or {} without one."""
+        file = _first(self.folder, "quant_model_description*.json")
+        return read_json(file) if file else {}
+
+    @cached_property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """The tensors by their names without `model.` and `language_model.` before them, because files differ in these.
+        A single file goes before an index, as in Transformers. Raises UnsupportedError unless all files are there and
+        whole, and if a name says that the weights are quantised in a way that is not read."""
+        stored = _stored_tensors(self.folder)
+        refuse_formats(self.folder, {name: tensor.dtype for name, tensor in stored.items()}, self.description)
+        return stored
 
 
 def find_folder(name: str, role: Literal["target", "draft"], files: Sequence[str] = _HUB_FILES) -> Path:
@@ -112,10 +140,7 @@ def token_id(text: str, folders: Iterable[Path]) -> int | None:
     return None
 
 
-def read_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return tensors by their names without `model.` and `language_model.` before them, because files differ in these.
-    A single file goes before an index, as in Transformers; `folder` may be one. Raises UnsupportedError unless all
-    files are there and whole, and if a name says that the weights are quantised in a way that is not read."""
+def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     single = _first(folder, "quant_model_weight*.safetensors") or folder / "model.safetensors"
     if folder.is_file():
         folder, single = folder.parent, folder
@@ -134,14 +159,7 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
         if plain in stored:
             raise UnsupportedError(f"{folder}: two tensors are called {plain} after their prefixes")
         stored[plain] = StoredTensor(folder / shard, name, *headers[shard][name])
-    refuse_formats(folder, {name: tensor.dtype for name, tensor in stored.items()}, read_description(folder))
     return stored
-
-
-def read_description(folder: Path) -> dict[str, Any]:
-    """Return msModelSlim's description of a folder's tensors, or {} without one."""
-    file = _first(folder, "quant_model_description*.json")
-    return read_json(file) if file else {}
 
 
 def _first(folder: Path, pattern: str) -> Path | None:

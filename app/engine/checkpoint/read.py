@@ -3,22 +3,30 @@
 import sys
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from app.config.engine import EngineConfig
 from app.engine.checkpoint.draft import draft_config, refuse_foreign_tensors, windowed
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import (
     TOKENIZER_FILES,
+    Checkpoint,
     find_folder,
     find_tensor,
-    read_config,
-    read_description,
-    read_tensors,
     token_id,
 )
 from app.engine.checkpoint.quantised import DTYPES, rotation_file
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.errors import UnsupportedError
+
+
+class Models(NamedTuple):
+    """The shapes of target and draft, and the checkpoints that have them."""
+
+    target: DecoderConfig
+    draft: DFlashConfig | None
+    target_files: Checkpoint
+    draft_files: Checkpoint | None
 
 
 def find_models(model: str, draft_model: str | None, *, speculation: bool) -> tuple[Path, Path | None]:
@@ -31,19 +39,20 @@ def find_models(model: str, draft_model: str | None, *, speculation: bool) -> tu
     return target, None
 
 
-def read_checkpoints(config: EngineConfig) -> tuple[DecoderConfig, DFlashConfig | None]:
-    """Return the shapes of both models. Raises UnsupportedError for what would be run wrongly, --max-model-len too."""
-    raw = read_config(config.target)
+def read_checkpoints(config: EngineConfig) -> Models:
+    """Read the config.json of both models. Raises UnsupportedError for what would run wrongly, --max-model-len too."""
+    target_files, draft_files = Checkpoint(config.target), Checkpoint(config.draft) if config.draft else None
+    raw = target_files.config
     if raw.keys() & {"dflash_config", "speculators_model_type", "markov_rank"}:
         raise UnsupportedError(f"{config.target} is a DFlash draft: give it as --draft-model, and its target as MODEL")
     target, draft = target_config(raw), None
-    if config.draft:
+    if config.draft and draft_files:
         find_token = partial(token_id, folders=(config.draft, config.target))
-        draft = draft_config(read_config(config.draft), target, config.block_size, find_token)
+        draft = draft_config(draft_files.config, target, config.block_size, find_token)
         draft = windowed(draft, config.draft_window) if config.draft_window else draft
     if config.draft_window and not config.draft:
         raise UnsupportedError("--draft-window: it is for a draft, and there is none; leave it out")
-    is_rotated = config.draft and rotation_file(config.target, read_description(config.target))
+    is_rotated = config.draft and rotation_file(config.target, target_files.description)
     if config.draft_head_from and not is_rotated:
         raise UnsupportedError("--draft-head-from: it is for drafts of a target that is rotated (QuaRot); leave it out")
     limit = target.max_position_embeddings
@@ -52,19 +61,20 @@ def read_checkpoints(config: EngineConfig) -> tuple[DecoderConfig, DFlashConfig 
             f"--max-model-len {config.max_model_len} is outside 2..{limit}: max_position_embeddings in "
             f"{config.target / 'config.json'} allows {limit}; a longer context needs rope_scaling of type yarn there"
         )
-    return target, draft
+    return Models(target, draft, target_files, draft_files)
 
 
-def check_checkpoints(config: EngineConfig) -> tuple[DecoderConfig, DFlashConfig | None]:
-    """Return the shapes of both models. Raises UnsupportedError for configs, headers of weights or a tokenizer that the
-    engine cannot load."""
-    target, draft = read_checkpoints(config)
+def check_checkpoints(config: EngineConfig) -> Models:
+    """Read the config.json and the headers of both models. Raises UnsupportedError for those that the engine cannot
+    load, and without a tokenizer."""
+    models = read_checkpoints(config)
+    target, draft = models.target, models.draft
     if not any((config.target / name).is_file() for name in TOKENIZER_FILES):
         looked = f"no tokenizer; looked for {', '.join(TOKENIZER_FILES)}"
         raise UnsupportedError(f"{config.target}: {looked}; copy the tokenizer files of the model next to its weights")
     ends = ["embed_tokens"] if target.tie_word_embeddings else ["embed_tokens", "lm_head"]
     wanted = _layers(target) | {name: [target.vocab_size, target.hidden_size] for name in ends}
-    stored = read_tensors(config.target)
+    stored = models.target_files.tensors
     for name, shape in wanted.items():
         find_tensor(stored, config.target, f"{name}.weight", shape)
     if config.quantization not in ("auto", "int8") and not {*DTYPES, "U8"} & {
@@ -72,15 +82,15 @@ def check_checkpoints(config: EngineConfig) -> tuple[DecoderConfig, DFlashConfig
     }:
         reason = f"no tensor of {config.target} is quantised; give int8 to round them, or a checkpoint that is"
         raise UnsupportedError(f"--quantization {config.quantization}: {reason}")
-    if config.draft and draft:
-        stored, hidden = read_tensors(config.draft), draft.decoder.hidden_size
+    if draft and models.draft_files:
+        stored, hidden = models.draft_files.tensors, draft.decoder.hidden_size
         refuse_foreign_tensors(stored, draft)
         taps = len(draft.target_layer_ids) * draft.target_hidden_size
         for name, shape in (_layers(draft.decoder) | {"hidden_norm": [hidden], "fc": [hidden, taps]}).items():
-            find_tensor(stored, config.draft, f"{name}.weight", shape)
+            find_tensor(stored, models.draft_files.folder, f"{name}.weight", shape)
         for name, sizes in draft.own_tensors.items():
-            find_tensor(stored, config.draft, name, list(sizes))
-    return target, draft
+            find_tensor(stored, models.draft_files.folder, name, list(sizes))
+    return models
 
 
 def _layers(config: DecoderConfig) -> dict[str, list[int]]:

@@ -5,14 +5,13 @@ was trained on h. So its fc becomes fc Q for each tap, and what it borrows is tu
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from app.config.engine import EngineConfig
-from app.engine.checkpoint.files import find_file_of, read_description
+from app.engine.checkpoint.files import Checkpoint, find_file_of
 from app.engine.checkpoint.quantised import rotation_file
 from app.engine.checkpoint.shapes import DFlashConfig
 from app.engine.device.base import Backend
@@ -21,9 +20,9 @@ from app.engine.models.layers import frozen
 from app.engine.models.weights import Weights
 
 
-def read_rotation(config: EngineConfig, backend: Backend, hidden: int) -> Tensor | None:
+def read_rotation(target: Checkpoint, backend: Backend, hidden: int) -> Tensor | None:
     """Return the rotation Q [H, H] fp32 of a target, or None. Raises UnsupportedError if it is rotated without one."""
-    file = rotation_file(config.target, read_description(config.target)) if config.draft else None
+    file = rotation_file(target.folder, target.description)
     if file is None:
         return None
     try:
@@ -49,7 +48,7 @@ def turned_back(
     rotation: Tensor,
     embedding: nn.Parameter,
     lm_head: nn.Parameter,
-    open_original: Callable[[Path], Weights],
+    open_original: Callable[[Checkpoint], Weights],
     backend: Backend,
 ) -> tuple[nn.Parameter, nn.Parameter]:
     """Return the target's embedding [V, H] and this rank's rows of its head as a draft was trained with them.
@@ -67,7 +66,7 @@ def turned_back(
                 "the last norm. Give the model's original in bfloat16 as --draft-head-from, or a draft with its own "
                 "head, or --no-speculation"
             )
-        original = open_original(find_file_of("norm.weight", config.draft_head_from))
+        original = open_original(Checkpoint(find_file_of("norm.weight", config.draft_head_from)))
         gamma = original.get("norm.weight", len(rotation), dtype=torch.float32)
         lm_head = frozen(backend.pack_weight((lm_head.float() @ rotation.T / gamma).to(lm_head.dtype)))
     return embedding, lm_head

@@ -1,17 +1,14 @@
 """From an EngineConfig to a warm EngineCore: plan, weights, memory, checks."""
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from app.config.engine import EngineConfig
-from app.engine.checkpoint.draft import refuse_foreign_tensors
 from app.engine.checkpoint.read import read_checkpoints
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.comm.comm import ALONE, Comm
@@ -19,25 +16,22 @@ from app.engine.core import EngineCore
 from app.engine.device.base import Backend
 from app.engine.device.comparison import check_attention
 from app.engine.device.factory import found_device, make_backend
-from app.engine.dflash.conv import ConvolvedLayer
 from app.engine.dflash.draft_pages import DraftPages, num_draft_pages
 from app.engine.dflash.drafter import DFlashDrafter
-from app.engine.dflash.model import DFlashModel, read_mask_row
-from app.engine.dflash.rotation import read_rotation, turned_back, turned_fc
+from app.engine.dflash.model import DFlashModel
 from app.engine.dflash.startup_log import log_draft
 from app.engine.errors import UnsupportedError
-from app.engine.load.loader import Int8Weights, OpenWeights, SafetensorsWeights, target_class
+from app.engine.load.loader import OpenWeights, SafetensorsWeights
 from app.engine.load.made_up_steps import measure_costs, step_memory
-from app.engine.load.memory import check_weights, kv_bytes, make_state_slots, make_states, with_pages
+from app.engine.load.memory import kv_bytes, make_state_slots, make_states, with_pages
+from app.engine.load.models import Progress, read_models
 from app.engine.load.plan import Plan, Sizes, make_plan, name_of
 from app.engine.load.refusals import Facts, check
 from app.engine.models.kv_pool import KvPool
-from app.engine.models.layers import Attention
 from app.engine.models.page_pool import PagePool
 from app.engine.models.rope import RotaryTable
 from app.engine.models.state_pool import StatePool
 from app.engine.models.target import Target
-from app.engine.models.weights import Weights
 from app.engine.sampling.penalties import TokenCounts
 from app.engine.sampling.sampler import Sampler
 from app.engine.sampling.sharded import ShardedSampler
@@ -49,10 +43,6 @@ from app.engine.step.graphs import StepGraphs
 from app.engine.step.inputs import Layout
 from app.engine.step.runner import ModelRunner, Tell
 from app.messages import Request
-
-Progress = Callable[[str, int, int], None]
-"""Called with (stage, done, total): stage "compiling for this CPU, once" in sources, "target" and "draft" in bytes,
-"graphs" in graphs, "warm-up" in steps, "timing steps" in seconds."""
 
 
 class Rank(NamedTuple):
@@ -87,7 +77,8 @@ def build_engine(
 ) -> Engine:
     """Load and warm up an engine. `open_weights` may open others than the folders' files, and `join` returns rank 0.
     Raises UnsupportedError for what would run wrongly or does not fit, before weights are read if possible."""
-    with _explained(config, rank=0) as backend:
+    backend = _backend(config, rank=0)
+    with _annotated(backend):
         runner, plan = _load(config, backend, on_progress, open_weights, join)
         if plan.draft:
             log_draft(plan.draft, plan.dtype, plan.sizes.max_model_len, str(config.draft))
@@ -98,17 +89,23 @@ def build_runner(
     config: EngineConfig, rank: int, join: Join, open_weights: OpenWeights = SafetensorsWeights
 ) -> ModelRunner:
     """Load the runner of a `rank` that is not 0. Raises UnsupportedError like rank 0."""
-    with _explained(config, rank) as backend:
+    backend = _backend(config, rank)
+    with _annotated(backend):
         return _load(config, backend, lambda *_: None, open_weights, join)[0]
 
 
+def _backend(config: EngineConfig, rank: int) -> Backend:
+    """Return the backend of a rank. Raises UnsupportedError, also for settings that its kind of device refuses."""
+    device = found_device(config.device)
+    check(Facts(config, kind=device.partition(":")[0]))
+    return make_backend(device, rank=rank, batch_invariant=config.batch_invariant)
+
+
 @contextmanager
-def _explained(config: EngineConfig, rank: int) -> Iterator[Backend]:
-    """Yield the backend of a rank. Errors of its device get a note with their meaning."""
-    check(Facts(config, kind=found_device(config.device).partition(":")[0]))
-    backend = make_backend(config.device, rank=rank, batch_invariant=config.batch_invariant)
+def _annotated(backend: Backend) -> Iterator[None]:
+    """Add to errors of the device a note with their meaning."""
     try:
-        yield backend
+        yield
     except Exception as error:
         backend.annotate(error)
         raise
@@ -119,14 +116,15 @@ def _load(
 ) -> tuple[ModelRunner, Plan]:
     """Return a runner over its KV memory, which no step has used yet, and its settled plan."""
     backend.make_operators(partial(on_progress, "compiling for this CPU, once"))
-    plan = make_plan(config, read_checkpoints(config), backend)
+    models = read_checkpoints(config)
+    plan = make_plan(config, models, backend)
     comm, tell = join(backend)
     assert comm.size == config.tensor_parallel_size
     plan = plan.shard(comm.size)
     for decoder in plan.decoders:
         backend.check(decoder, plan.sizes.block_size, plan.sizes.page_size, plan.dtype)
         check_attention(backend, decoder, plan.sizes.page_size, plan.sizes.block_size, plan.dtype)
-    target, draft = _read_weights(plan, backend, comm, open_weights, on_progress)
+    target, draft = read_models(plan, models, backend, comm, open_weights, on_progress)
     backend.end_of_load(tune=config.tune == "auto" and comm.size == 1)  # ranks launch alike
     states = make_states(plan, backend, comm)
     runner_over = partial(_runner, backend, comm, target, draft, states)
@@ -134,58 +132,6 @@ def _load(
     kv = comm.minimum(kv_bytes(plan, backend, states, step * (2 if plan.graph_sizes else 1)))
     plan = with_pages(plan, kv)
     return runner_over(plan, plan.num_pages, tell, partial(on_progress, "graphs")), plan
-
-
-def _read_weights(
-    plan: Plan, backend: Backend, comm: Comm, open_weights: OpenWeights, on_progress: Progress
-) -> tuple[Target, DFlashModel | None]:
-    """Read both models. The draft's files are opened, and refused if need be, before the target's are read."""
-    config, shape, of_draft = plan.config, plan.draft, None
-
-    def opened(folder: Path, on_read: Callable[[int, int], None] = lambda *_: None) -> Weights:
-        return open_weights(folder, backend.device, plan.dtype, on_read, backend.quantised_dtypes)
-
-    stored = opened(config.target, partial(on_progress, "target"))
-    if config.draft and shape:
-        of_draft = opened(config.draft, partial(on_progress, "draft"))
-        refuse_foreign_tensors(of_draft.names, shape)
-    rotation = read_rotation(config, backend, plan.target.hidden_size)
-    check_weights(plan, stored, of_draft, backend, comm)
-    family, target_layer_ids = target_class(plan.target.model_type), shape.target_layer_ids if shape else ()
-    weights = Int8Weights(stored) if config.quantization == "int8" else stored
-    target = family(plan.target, weights, backend, target_layer_ids, comm)
-    stored.close()
-    if any(sizes := (backend.quantised_bytes >> 20, backend.widened_bytes >> 20)):
-        told = "target: %d MiB of weights stay in 8 bits; others that are quantised became %d MiB of the engine's dtype"
-        logging.getLogger(__name__).info(told, *sizes)
-    use_operator(target, plan.target, backend, comm, target_layer_ids)
-    if shape is None or of_draft is None or config.draft is None:
-        return target, None
-    shared = target.embedding, target.lm_head
-    if rotation is not None:
-        adapted = partial(family.adapt, config=plan.target)
-        shared = turned_back(config, shape, of_draft, rotation, *shared, lambda file: adapted(opened(file)), backend)
-    draft = DFlashModel(shape, of_draft, backend, *shared, comm, ALONE if plan.whole_draft else comm)
-    if rotation is not None:
-        draft.fc = turned_fc(draft.fc, rotation, backend)
-    draft.mask_row = read_mask_row(config.draft, shape, draft.norm)
-    of_draft.close()
-    use_operator(draft, shape.decoder, backend, comm)
-    return target, draft
-
-
-def use_operator(
-    model: Target | DFlashModel, config: DecoderConfig, backend: Backend, comm: Comm, taps: tuple[int, ...] = ()
-) -> None:
-    """Let one operator run the model's layers if all are dense, on one rank, and the device has one."""
-    layers = []
-    for layer in model.layers:
-        own = layer.attention
-        if type(own) is not Attention or layer.mixture or comm.size > 1 or isinstance(layer, ConvolvedLayer):
-            return
-        of_attention = own.qkv, own.qkv_bias, own.q_norm, own.k_norm, own.sinks, own.o, own.o_bias
-        layers.append((layer.input_norm, *of_attention, layer.post_attention_norm, layer.gate_up, layer.down))
-    model.whole = backend.decoder(layers, model.norm, config, taps)
 
 
 def _runner(

@@ -5,7 +5,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -13,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from app.engine.checkpoint.families import FAMILIES
-from app.engine.checkpoint.files import find_tensor, read_tensors
+from app.engine.checkpoint.files import Checkpoint, find_tensor
 from app.engine.checkpoint.quantised import COMPANIONS, OTHER_PARTS, SCALES
 from app.engine.checkpoint.quantised import DTYPES as QUANTISED_DTYPES
 from app.engine.errors import UnsupportedError
@@ -22,8 +21,6 @@ from app.engine.models.target import Target
 from app.engine.models.weights import Part, Weights
 from app.engine.quantised import QuantisedWeight, Weight
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes read, bytes in all)."""
 _FRACTIONS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _KINDS = {
     torch.int64: ((torch.int32, torch.int64, torch.bool), ", not whole numbers"),
@@ -36,8 +33,9 @@ _PACKED = re.compile(r"(?<=\.experts\.)\d+|\b(gate|up|[qkv])(?=_proj\.)|(?<=\.in
 _LEFT_OUT = re.compile(rf"{'|'.join(OTHER_PARTS)}|.*({'|'.join(COMPANIONS)}|quant_bias|_scales)$")
 """Weights of products, in whose names differs which are quantised together or not at all; and what is not kept."""
 
-OpenWeights = Callable[[Path, torch.device, torch.dtype, Progress, Collection[str]], Weights]
-"""Opens the weights of a checkpoint's folder, for a device, a dtype, and the stored dtypes that the device keeps."""
+OpenWeights = Callable[[Checkpoint, torch.device, torch.dtype, Callable[[int, int], None], Collection[str]], Weights]
+"""Opens the weights of a checkpoint, for a device and a dtype. A function gets (bytes read, bytes in all). The last are
+the stored dtypes that the device keeps."""
 
 
 def target_class(model_type: str) -> type[Target]:
@@ -47,27 +45,27 @@ def target_class(model_type: str) -> type[Target]:
 
 
 class SafetensorsWeights:
-    """The safetensors of one folder, single or sharded, read straight to the device when asked for. Raises
+    """The safetensors of one checkpoint, single or sharded, read straight to the device when asked for. Raises
     UnsupportedError if they are not whole. `get` returns a quantised weight as the numbers that it stands for."""
 
     def __init__(
         self,
-        folder: Path,
+        checkpoint: Checkpoint,
         device: torch.device,
         dtype: torch.dtype,
-        on_progress: Progress = lambda *_: None,
+        on_progress: Callable[[int, int], None] = lambda *_: None,
         kept: Collection[str] = ("F8_E4M3",),
     ) -> None:
         """Stored numbers in float8 that are not `kept` on the device are widened before they come to it."""
-        self._folder, self._device, self._dtype, self._on_progress = folder, device, dtype, on_progress
-        self._files = read_tensors(folder)
+        self._folder, self._device, self._dtype, self._on_progress = checkpoint.folder, device, dtype, on_progress
+        self._files = checkpoint.tensors
         paths = {tensor.file for tensor in self._files.values()}
         self._kept, foreign = kept, {"F8_E4M3"} - set(kept)
         self._place = torch.device("cpu") if any(t.dtype in foreign for t in self._files.values()) else device
         self._open = {path: safe_open(path, framework="pt", device=str(self._place)) for path in paths}
         self._total = sum(path.stat().st_size for path in paths)
         self._read, self._used = 0, set[str]()
-        self._scales = Scales(folder, self._files.keys(), self._stored, self._used)
+        self._scales = Scales(checkpoint, self._files.keys(), self._stored, self._used)
 
     def __contains__(self, name: str) -> bool:
         stem = name.removesuffix(".quant_bias")

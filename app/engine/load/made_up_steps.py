@@ -9,7 +9,6 @@ import torch
 
 from app.engine.device.base import Backend
 from app.engine.errors import UnsupportedError
-from app.engine.load.loader import Progress
 from app.engine.load.plan import Sizes
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.schedule.costs import CostTable, Shape, expected_ms, shapes
@@ -92,7 +91,12 @@ def _sequence(num_tokens: int, pages: Iterable[int], temperature: float) -> Sequ
 
 
 def measure_costs(
-    runner: ModelRunner, sizes: Sizes, num_pages: int, on_progress: Progress = lambda *_: None, *, overlap: bool = False
+    runner: ModelRunner,
+    sizes: Sizes,
+    num_pages: int,
+    on_progress: Callable[[int, int], None] = lambda *_: None,
+    *,
+    overlap: bool = False,
 ) -> CostTable:
     """Time decode steps of 1, 2, 4 ... sequences in the shapes of `shapes`, on free pages, and return their costs.
     Blocks are as wide as those of the runner's graphs, if it has some. With `overlap` a step is launched before the

@@ -31,8 +31,8 @@ CHECKPOINT_INTERVAL = PREFILL_SHARE
 """Tokens between the places where prompts are cut, and their states kept: a chunk of as many rows reaches the next."""
 PER_SEQUENCE = 2
 """Checkpoints for each sequence that may run, if the user gives no number: after its prompt and after its answer."""
-DEFAULT_SHARE = 4
-"""Checkpoints take at most this part of free memory if the user gives no number, because KV needs the most."""
+CHECKPOINTS_PART = 1 / 4
+"""Checkpoints take at most 1/4 of free memory by default; KV needs the rest."""
 
 
 def check_weights(plan: Plan, target: Weights, draft: Weights | None, backend: Backend, comm: Comm) -> None:
@@ -74,7 +74,7 @@ def checkpoints_in(config: EngineConfig, sizes: Sizes, size: int, free: int, bac
     memory that was given holds none, or is not there."""
     wanted = config.state_cache_memory
     if wanted is None:
-        number = min(PER_SEQUENCE * sizes.max_num_seqs, max(0, free // DEFAULT_SHARE // size))
+        number = min(PER_SEQUENCE * sizes.max_num_seqs, max(0, int(free * CHECKPOINTS_PART) // size))
         if not number:
             logger.warning("prefix cache: off, because a recurrent state takes %d MiB of the free memory", size >> 20)
         return number

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from app.config.engine import EngineConfig
+from app.engine.checkpoint.read import Models
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.device.base import Backend, Defaults
 from app.engine.dflash.context_kv import MAX_PENDING
@@ -91,9 +92,9 @@ class Plan:
         return replace(self, target=shard(self.target, size), draft=draft)
 
 
-def make_plan(config: EngineConfig, models: tuple[DecoderConfig, DFlashConfig | None], backend: Backend) -> Plan:
+def make_plan(config: EngineConfig, models: Models, backend: Backend) -> Plan:
     """Return the plan of all ranks together. Raises UnsupportedError for a wish that cannot be met."""
-    target, draft = models
+    target, draft = models.target, models.draft
     dtype = dtype_of(config, target, backend)
     check(Facts(config, target, draft, name_of(dtype)))
     block_size = draft.block_size if draft else 1

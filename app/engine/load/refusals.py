@@ -1,7 +1,7 @@
 """Settings that do not go together, or not with a model. docs/operations.md prints the table. A limit of a device, of
 memory or of a tensor is refused where it is known."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from app.config.engine import EngineConfig
@@ -138,6 +138,9 @@ def check(facts: Facts) -> None:
             raise UnsupportedError(f"{refusal.flag}: {refusal.why}".format(config=facts.config, found=found, **known))
 
 
-def check_models(config: EngineConfig) -> None:
-    """Raise UnsupportedError for checkpoints that the engine cannot load, or not with these settings. Without torch."""
-    check(Facts(config, *check_checkpoints(config)))
+def check_models(config: EngineConfig) -> Mapping[str, Any]:
+    """Return the target's config.json. Raises UnsupportedError for checkpoints that the engine cannot load, or not with
+    these settings. Without torch."""
+    models = check_checkpoints(config)
+    check(Facts(config, models.target, models.draft))
+    return models.target_files.config

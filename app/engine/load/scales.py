@@ -2,26 +2,27 @@
 
 from collections.abc import Callable, Collection, Sequence
 from math import gcd
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from app.engine.checkpoint.files import read_json
+from app.engine.checkpoint.files import Checkpoint
 from app.engine.checkpoint.quantised import COMPANIONS, SCALES, block_size
 from app.engine.errors import UnsupportedError
 from app.engine.models.weights import Part
 
 
 class Scales:
-    """Scales of a folder's weights, in a `block` of FP8 too, and the biases that msModelSlim's `quant_bias` holds.
+    """Scales of a checkpoint's weights, in a `block` of FP8 too, and the biases that msModelSlim's `quant_bias` holds.
     Static activations are read as dynamic ones: `deq_scale` is the weight's scale times that of its input, and
     `quant_bias` is the bias less what the input's offset adds, in units of `deq_scale`."""
 
-    def __init__(self, folder: Path, names: Collection[str], read: Callable[[str], Tensor], used: set[str]) -> None:
-        self._folder, self._names, self._read, self._used = folder, names, read, used
+    def __init__(
+        self, checkpoint: Checkpoint, names: Collection[str], read: Callable[[str], Tensor], used: set[str]
+    ) -> None:
+        self._folder, self._names, self._read, self._used = checkpoint.folder, names, read, used
         self._biases = dict[str, Tensor]()
-        self.block = block_size(read_json(folder / "config.json", or_empty=True))
+        self.block = block_size(checkpoint.config)
 
     def of(self, weight: str, shape: Sequence[int], part: Part | None) -> Tensor:
         """Return the scales [rows, groups] fp32 of a weight of `shape`, or of a part of it. Raises UnsupportedError."""
@@ -63,7 +64,7 @@ class Scales:
         if stem == name or f"{stem}.quant_bias" not in self._names:
             return False
         if name in self._names:
-            raise UnsupportedError(f"{self._folder}: {name} beside {stem}.quant_bias is not supported yet")
+            raise UnsupportedError(f"{self._folder}: {name} together with {stem}.quant_bias is not supported yet")
         return bool((self._in_units(stem).abs() >= 1).any())
 
     def bias(self, name: str) -> Tensor | None:

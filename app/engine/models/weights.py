@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
 
 class Weights(Protocol):
-    """Source of a model's tensors. Names are without the prefixes of `checkpoint.files.read_tensors`.
+    """Source of a model's tensors. Names are those of `Checkpoint.tensors`.
 
     `X.quant_bias` is in it if a quantised linear X has a bias that is not 0, which `X.bias` then returns.
     """

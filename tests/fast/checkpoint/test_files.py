@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from app.engine.checkpoint import files
-from app.engine.checkpoint.files import DEMO, find_folder, read_json, read_tensors, token_id
+from app.engine.checkpoint.files import DEMO, Checkpoint, find_folder, read_json, token_id
 from app.engine.errors import UnsupportedError
 from tests.costs import fast_ones
 
@@ -48,16 +48,16 @@ def sharded(tmp_path: Path) -> Path:
 
 def refusal(folder: Path) -> str:
     with pytest.raises(UnsupportedError) as caught:
-        read_tensors(folder)
+        len(Checkpoint(folder).tensors)
     assert str(folder) in str(caught.value)
     return str(caught.value)
 
 
 def test_whole_weights_are_read_by_name_in_one_file_and_in_shards(tmp_path: Path, sharded: Path) -> None:
     shard = "model-00002-of-00002.safetensors"
-    assert read_tensors(sharded)["b"] == (sharded / shard, "b", [16], "U8")
+    assert Checkpoint(sharded).tensors["b"] == (sharded / shard, "b", [16], "U8")
     safetensors(tmp_path / "model.safetensors", ["a", "model.b"])
-    one = read_tensors(tmp_path)
+    one = Checkpoint(tmp_path).tensors
     assert one["b"] == (tmp_path / "model.safetensors", "model.b", [16], "U8") and list(one) == ["a", "b"]
 
 
@@ -112,7 +112,7 @@ def test_links_are_followed_as_in_the_hubs_cache_and_named_where_they_lead_nowhe
     file, blob = folder / "model.safetensors", folder.parent / f"{folder.name} blob"
     file.rename(blob)
     file.symlink_to(blob)
-    assert len(read_tensors(folder)) == 2
+    assert len(Checkpoint(folder).tensors) == 2
     blob.unlink()
     assert "model.safetensors is a link to a file that is not there" in refusal(folder)
     file.unlink()
@@ -152,7 +152,7 @@ def test_whatever_is_broken_in_a_file_is_refused_by_its_name_or_loads(data: st.D
                     content[:8] = data.draw(st.integers(0, 2**64 - 1)).to_bytes(8, "little")
         file.write_bytes(content)
         try:
-            tensors = read_tensors(folder)
+            tensors = Checkpoint(folder).tensors
         except UnsupportedError as error:
             assert str(file) in str(error) or "quantised" in str(error)
         else:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from app import cli
 from app.config.engine import EngineConfig
-from app.engine.checkpoint.files import DEMO
+from app.engine.checkpoint.files import DEMO, Checkpoint
 from app.engine.checkpoint.read import check_checkpoints, read_checkpoints
 from app.engine.errors import UnsupportedError
 from app.engine.load.loader import SafetensorsWeights
@@ -144,7 +144,7 @@ def test_a_mask_token_that_is_named_by_its_text_is_looked_up(tmp_path: Path) -> 
     with pytest.raises(UnsupportedError, match=r"draft: mask_token '<\|mask\|>' is in no tokenizer\.json"):
         read_checkpoints(EngineConfig(pair.target, pair.draft))
     (pair.target / "tokenizer.json").write_text('{"added_tokens": [{"content": "<|mask|>", "id": 95}]}')
-    _, draft = read_checkpoints(EngineConfig(pair.target, pair.draft))
+    draft = read_checkpoints(EngineConfig(pair.target, pair.draft)).draft
     assert draft is not None and draft.mask_token_id == 95
 
 
@@ -220,4 +220,4 @@ def test_quantised_weights_are_named_if_the_config_does_not_name_them(
     with pytest.raises(UnsupportedError, match=told):
         check(pair)
     with pytest.raises(UnsupportedError, match=told):
-        SafetensorsWeights(folder, torch.device("cpu"), torch.float32)
+        SafetensorsWeights(Checkpoint(folder), torch.device("cpu"), torch.float32)

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from app.config.aliases import PEER_FLAGS
 from app.config.engine import EngineConfig
 from app.config.error import ConfigError
+from app.config.requirements import check_settings
 from app.config.settings import Config, flag_name
 from app.config.sources import SETTINGS, GivenSetting, load_config
 from app.config.values import parse_bytes
@@ -188,7 +189,7 @@ def test_the_engine_process_reads_what_the_api_process_wrote_and_nothing_else(
     file = yaml_file(tmp_path, "port: 1\nmax_num_seqs: 1\nverify: 4")
     monkeypatch.setenv("DFLASH_SPECULATIVE_CONFIG", VLLM_CONFIG)
     config = load_config([file, flag("kv_cache_memory", "2G")])
-    line = encode_config(config.for_engine(Path("target"), None))
+    line = encode_config(config.of_models(Path("target"), None).engine)
     Path(file.value).unlink()
     monkeypatch.setenv("DFLASH_MAX_NUM_SEQS", "99")
     monkeypatch.setenv("DFLASH_NO_SUCH_THING", "1")
@@ -198,7 +199,7 @@ def test_the_engine_process_reads_what_the_api_process_wrote_and_nothing_else(
 
 
 def test_an_engine_by_default_is_the_one_that_is_served_by_default() -> None:
-    assert load_config().for_engine(Path("a"), Path("b")) == EngineConfig(Path("a"), Path("b"))
+    assert load_config().of_models(Path("a"), Path("b")).engine == EngineConfig(Path("a"), Path("b"))
 
 
 def test_settings_are_frozen() -> None:
@@ -379,10 +380,10 @@ KV_EVENTS = '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "t
 def test_vllms_options_of_kv_events_reach_the_engine(tmp_path: Path) -> None:
     config = load_config([flag("kv_events_config", KV_EVENTS)])
     assert config.kv_events_config and config.kv_events_config.topic == "kv@pod@tiny"
-    assert config.for_engine(tmp_path, None).cache_events
+    assert config.engine.cache_events
     config = load_config([yaml_file(tmp_path, "kv_events_config: {enable_kv_cache_events: false}")])
-    assert not config.for_engine(tmp_path, None).cache_events
-    assert not load_config().for_engine(tmp_path, None).cache_events
+    assert not config.engine.cache_events
+    assert not load_config().engine.cache_events
 
 
 @pytest.mark.parametrize(
@@ -402,4 +403,4 @@ def test_options_of_kv_events_that_mean_nothing_here_are_refused_by_name(text: s
 def test_kv_events_need_a_prefix_cache(tmp_path: Path) -> None:
     config = load_config([flag("kv_events_config", KV_EVENTS), flag("prefix_caching", False)])
     with pytest.raises(ConfigError, match="--no-prefix-caching"):
-        config.for_engine(tmp_path, None)
+        check_settings(config)

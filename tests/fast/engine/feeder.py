@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from app.engine.comm.comm import ALONE
-from app.engine.load.engine import Engine, use_operator
+from app.engine.load.engine import Engine
+from app.engine.load.models import use_operator
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.sequence import Sequence
 from app.messages import Request

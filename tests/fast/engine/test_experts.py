@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from app.engine.checkpoint.families import target_config
-from app.engine.checkpoint.files import read_config
+from app.engine.checkpoint.files import Checkpoint, read_config
 from app.engine.device.base import ExpertWeights
 from app.engine.device.moe import MoeConfig, mixture
 from app.engine.device.torch import TorchBackend
@@ -153,7 +153,8 @@ def vars_of(weights: ExpertWeights) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _first_layer(pair: Pair, layout: ExpertLayout = Target.expert_layout) -> ExpertWeights:
-    config, weights = target_config(read_config(pair.target)), SafetensorsWeights(pair.target, CPU, torch.float32)
+    checkpoint = Checkpoint(pair.target)
+    config, weights = target_config(checkpoint.config), SafetensorsWeights(checkpoint, CPU, torch.float32)
     assert config.moe is not None
     return load_experts(LayerSource(0, config, weights, TorchBackend(CPU), layout), config.moe)
 
@@ -172,7 +173,7 @@ def test_loading_takes_little_more_than_the_result(tmp_path, shape, dtype, tenso
     """At most `tensors` of a layer's experts more: of files in another dtype, and over two shards."""
     pair = sparse_pair(tmp_path, shards=2, dtype=torch.bfloat16, **shape)
     with LiveBytes() as live:
-        weights = SafetensorsWeights(pair.target, CPU, dtype)
+        weights = SafetensorsWeights(Checkpoint(pair.target), CPU, dtype)
         get = weights.get
         weights.get = lambda *asked, **part: live.note(get(*asked, **part))  # type: ignore[method-assign]
         family = type("Family", (Target,), {"expert_layout": ExpertLayout(interleaved=interleaved)})

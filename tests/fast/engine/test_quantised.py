@@ -16,7 +16,7 @@ from torch import Tensor
 
 from app.config.engine import EngineConfig
 from app.engine.checkpoint.families import target_config
-from app.engine.checkpoint.files import read_config, read_tensors
+from app.engine.checkpoint.files import Checkpoint, read_config
 from app.engine.checkpoint.read import check_checkpoints
 from app.engine.cpu.backend import CpuBackend
 from app.engine.cpu.invariant import InvariantCpuBackend
@@ -244,7 +244,7 @@ def two_biases(tensors: Any) -> None:
         (lone_deq_scale, rf"{LINEAR}\.input_scale is missing"),
         (lone_quant_bias, rf"{LINEAR}\.deq_scale is missing"),
         (flat, rf"tensor {LINEAR}\.weight has shape \[\d+\], but config\.json wants"),
-        (two_biases, rf"{LINEAR}\.bias beside {LINEAR}\.quant_bias is not supported yet"),
+        (two_biases, rf"{LINEAR}\.bias together with {LINEAR}\.quant_bias is not supported yet"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_the_name_of_its_tensor(tmp_path: Path, change: Any, told: str) -> None:
@@ -289,7 +289,7 @@ def test_an_unknown_type_of_the_description_is_refused(tmp_path: Path, kind: str
     described = {"model_quant_type": "W8A8_DYNAMIC", "version": "1.0.0", f"model.{LINEAR}.weight": kind}
     (quantised / "quant_model_description.json").write_text(json.dumps(described))
     with pytest.raises(UnsupportedError, match=f"the description says {kind} of model.{LINEAR}.weight"):
-        read_tensors(quantised)
+        len(Checkpoint(quantised).tensors)
 
 
 @pytest.mark.parametrize("name", ["quant_model_weights.safetensors", "quant_model_weight_w8a8.safetensors", "shards"])
@@ -308,7 +308,7 @@ def test_old_and_new_names_of_files_are_found(tmp_path: Path, name: str) -> None
         (quantised / f"{stem}.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
     else:
         save_file(tensors, quantised / name)
-    assert len(read_tensors(quantised)) == len(tensors)
+    assert len(Checkpoint(quantised).tensors) == len(tensors)
 
 
 def test_int8_rounds_experts_too(tmp_path: Path) -> None:
@@ -590,7 +590,7 @@ class KeepsAll(TorchBackend):
 def test_so_it_is_of_a_device_that_multiplies_by_all_formats(tmp_path: Path, shape: str, how: str) -> None:
     make, sizes = SHAPES[shape]
     folder, _ = quantise(make(tmp_path / "pair", seed=3, **sizes).target, tmp_path, how)
-    weights, backend = SafetensorsWeights(folder, CPU, torch.float32, kept=("I8", "F8_E4M3")), KeepsAll(CPU)
+    weights, backend = SafetensorsWeights(Checkpoint(folder), CPU, torch.float32, kept=("I8", "F8_E4M3")), KeepsAll(CPU)
     target = target_class((config := target_config(read_config(folder))).model_type)(config, weights, backend)
     assert backend.quantised_bytes > 0 == backend.widened_bytes
     assert weights.num_bytes(backend.multiplies, to_int8=False) == bytes_of(target)
@@ -600,6 +600,6 @@ def test_a_draft_is_counted_as_numbers(tmp_path: Path) -> None:
     pair = make_pair(tmp_path / "pair", seed=3)
     quantised, _ = quantise(pair.target, tmp_path, "int8 by row")
     stored = load_file(quantised / "model.safetensors")
-    weights = SafetensorsWeights(quantised, torch.device("cpu"), torch.float32)
+    weights = SafetensorsWeights(Checkpoint(quantised), torch.device("cpu"), torch.float32)
     numbers = sum(tensor.numel() for name, tensor in stored.items() if not name.endswith("scale"))
     assert weights.num_bytes(lambda weight: False, to_int8=False) == 4 * numbers

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from app.engine.checkpoint.families import target_config
-from app.engine.checkpoint.files import read_config
+from app.engine.checkpoint.files import Checkpoint, read_config
 from app.engine.device.torch import TorchBackend
 from app.engine.load.loader import SafetensorsWeights
 from app.engine.models.gated_delta_net import GatedDeltaNet
@@ -53,7 +53,7 @@ class Layer:
         config, cpu = target_config(read_config(pair.target)), torch.device("cpu")
         backend = TorchBackend(cpu)
         assert config.gated_delta is not None
-        weights = TextWeights(SafetensorsWeights(pair.target, cpu, torch.float32), config)
+        weights = TextWeights(SafetensorsWeights(Checkpoint(pair.target), cpu, torch.float32), config)
         self.net = GatedDeltaNet(LayerSource(0, config, weights, backend))
         self.pool = StatePool(config.gated_delta, 2 * NUM_SEQS + NUM_CHECKPOINTS, BLOCK, torch.float32, backend.zeros)
         self.memory = self.pool.layers[0]

@@ -27,7 +27,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from app.config.engine import EngineConfig
 from app.engine.checkpoint.draft import draft_config
 from app.engine.checkpoint.families import target_config
-from app.engine.checkpoint.files import read_config
+from app.engine.checkpoint.files import Checkpoint, read_config
 from app.engine.checkpoint.shapes import DecoderConfig, GatedDeltaConfig, RopeConfig
 from app.engine.comm import device as comm_device
 from app.engine.comm.comm import ALONE, Comm, Meeting
@@ -536,7 +536,7 @@ def test_pages_are_those_of_the_rank_with_the_least_memory(lucky: Pair, monkeypa
 @pytest.fixture
 def weights(tmp_path: Path) -> Iterator[Callable[[], SafetensorsWeights]]:
     pair = make_pair(tmp_path, shards=2)
-    yield lambda: SafetensorsWeights(pair.target, torch.device("cpu"), torch.float32)
+    yield lambda: SafetensorsWeights(Checkpoint(pair.target), torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize(("name", "axis"), [("mlp.down_proj", 1), ("mlp.gate_proj", 0), ("self_attn.o_proj", 1)])
@@ -623,7 +623,7 @@ def loaded(pair: Pair, size: int, what: str = "target") -> tuple[int, int, int]:
     comm = ThreadComm(1, thread_ranks.Meeting(size)) if size > 1 else ALONE
     shared = torch.nn.Parameter(torch.empty(0))  # of the target, so not counted
     with LiveBytes() as live:
-        weights = SafetensorsWeights(folder, BACKEND.device, torch.float32)
+        weights = SafetensorsWeights(Checkpoint(folder), BACKEND.device, torch.float32)
 
         def noted(get: Callable[..., Tensor]) -> Callable[..., Tensor]:
             def read(name: str, *shape: int, **how: Any) -> Tensor:
@@ -727,8 +727,7 @@ def test_ranks_without_devices_of_their_own_are_refused_by_name(monkeypatch: pyt
 @pytest.mark.parametrize(("device", "opened"), [("cuda:2", "cuda:3"), ("cuda", "cuda:1"), ("cpu", "cpu")])
 def test_each_rank_opens_the_next_device(monkeypatch: pytest.MonkeyPatch, device: str, opened: str):
     made: list[torch.device] = []
-    module = SimpleNamespace(CpuBackend=made.append, CudaBackend=made.append)
-    monkeypatch.setattr(factory.importlib, "import_module", lambda name: module)
+    monkeypatch.setattr(factory, "backend_class", lambda kind, batch_invariant: made.append)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     factory.make_backend(device, rank=1)
     assert made == [torch.device(opened)]

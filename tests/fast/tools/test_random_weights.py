@@ -87,7 +87,7 @@ def test_the_same_weights_come_every_time_and_differ_from_tensor_to_tensor() -> 
     def made(folder: str, name: str) -> torch.Tensor:
         told: list[int] = []
         weights = RandomWeights(
-            Path(folder), torch.device("cpu"), torch.bfloat16, lambda done, total: told.append(done)
+            Checkpoint(Path(folder)), torch.device("cpu"), torch.bfloat16, lambda done, total: told.append(done)
         )
         weights.get("before.weight", 4, 4)
         tensor = weights.get(name, 256, 64)
