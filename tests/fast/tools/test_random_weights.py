@@ -9,7 +9,7 @@ import torch
 from app.config.error import ConfigError
 from app.engine.checkpoint.draft import draft_config
 from app.engine.checkpoint.families import target_config
-from app.engine.checkpoint.files import DEMO
+from app.engine.checkpoint.files import DEMO, Checkpoint
 from app.engine.device.torch import TorchBackend
 from app.engine.dflash.model import DFlashModel
 from app.engine.load.loader import target_class
