@@ -227,7 +227,7 @@ def test_cann_is_found_through_its_environment(tmp_path: Path) -> None:
     found = host_check.cann(environ, root)
     assert found.status == "failed" and found.hint == f"run `source {root}/usr/local/Ascend/cann/set_env.sh`"
     environ["ASCEND_HOME_PATH"] = str(home)
-    assert "is no folder" in host_check.cann(environ, root).found
+    assert "is not a folder" in host_check.cann(environ, root).found
     home.mkdir()
     assert "ASCEND_OPP_PATH" in host_check.cann(environ, root).found
     environ["ASCEND_OPP_PATH"] = str(home / "opp")
