@@ -1,4 +1,4 @@
-"""The command lines of tools, and of those that have parts: `python -m tools.TOOL [PART] ...`."""
+"""The command lines of tools, and of those that have parts: `python -m tools.TOOL PART ...`."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,20 +24,19 @@ class ToolParser(Parser):
             sys.exit(error.show())
 
 
-def choose(tool: str, parts: Mapping[str, str], arguments: Sequence[str], default: str = "") -> str | int:
+def choose(tool: str, parts: Mapping[str, str], arguments: Sequence[str]) -> str | int:
     """Return the part that `arguments` begin with, or an exit code after a list of the parts.
 
-    `parts` maps a name to its line of help. Without a part it is `default`; without that it is an error.
+    `parts` maps a name to its line of help.
     """
     width = max(map(len, parts)) + 2
-    lines = [f"usage: python -m {tool} {'[PART]' if default else 'PART'} ...", "", "parts:"]
+    lines = [f"usage: python -m {tool} PART ...", "", "parts:"]
     lines += [f"  {name:<{width}}{text}" for name, text in parts.items()]
     lines += ["", f"`python -m {tool} PART --help` lists the flags of a part"]
-    part = next(iter(arguments), default)
+    part = next(iter(arguments), "")
     if part in ("-h", "--help"):
         print(*lines, sep="\n")
         return 0
-    part = default if default and part.startswith("-") else part
     if not part:
         print(*lines, sep="\n", file=sys.stderr)
         return 2
