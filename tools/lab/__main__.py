@@ -5,9 +5,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from app.config.error import ConfigError, nearest
 from tools.bench.command import guarded
 from tools.lab import cpu, llama_cpp, step
-from tools.parts import choose
 
 
 class Part(NamedTuple):
@@ -30,12 +30,24 @@ PARTS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    name = choose("tools.lab", {name: part.help for name, part in PARTS.items()}, arguments)
-    if isinstance(name, int):
-        return name
-    part, rest = PARTS[name], arguments[1:]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage(), file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name not in PARTS:
+        near = nearest(name, PARTS)
+        hint = f"did you mean {near}?" if near else f"there are {', '.join(PARTS)}"
+        return ConfigError(f"python -m tools.lab: there is no part {name}", hint).show()
+    part = PARTS[name]
     options = part.parser().parse_args(rest)
     return guarded(lambda: part.bench(options, rest))
+
+
+def usage() -> str:
+    width = max(map(len, PARTS)) + 2
+    lines = ["usage: python -m tools.lab PART ...", "", "parts:"]
+    lines += [f"  {name:<{width}}{part.help}" for name, part in PARTS.items()]
+    return "\n".join([*lines, "", "`python -m tools.lab PART --help` lists the flags of a part"])
 
 
 if __name__ == "__main__":
