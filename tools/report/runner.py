@@ -115,19 +115,24 @@ def alone(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def ends_like_an_interrupt() -> Iterator[None]:
-    """Let SIGTERM and the end of a terminal be SIGINT, so that no section's process stays behind.
+    """Treat SIGTERM and the end of a terminal like SIGINT, so that no section's process is left running.
 
-    asyncio cancels its task for SIGINT. An exception raised anywhere would lose a process that is being started.
+    asyncio cancels its task on SIGINT. An exception raised anywhere would lose a process that is being started.
     """
     before = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGHUP)}
-    ours = [name for name, handler in before.items() if handler is signal.SIG_DFL]
-    for name in ours:
+    replaced: dict[signal.Signals, signal.Handlers] = {
+        name: signal.SIG_DFL for name, handler in before.items() if handler is signal.SIG_DFL
+    }
+    for name in replaced:
         signal.signal(name, lambda *_: signal.raise_signal(signal.SIGINT))
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: SIGTERM must still end it
+        replaced[signal.SIGINT] = signal.SIG_IGN
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
-        for name in ours:
-            signal.signal(name, signal.SIG_DFL)
+        for name, handler in replaced.items():
+            signal.signal(name, handler)
 
 
 class Run:
