@@ -2,16 +2,17 @@
 
 import time
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from app.engine.device.base import Backend
 from app.engine.errors import UnsupportedError
 from app.engine.load.plan import Sizes
 from app.engine.schedule.batch import Batch, ScheduledSequence
-from app.engine.schedule.costs import CostTable, Shape, expected_ms, shapes
+from app.engine.schedule.costs import CostTable, Shape, shapes
 from app.engine.sequence import Sequence
 from app.engine.step.inputs import StepInputs
 from app.engine.step.runner import ModelRunner, PendingStep
@@ -122,6 +123,21 @@ def measure_costs(
     on_progress(MAX_SECONDS, MAX_SECONDS)
     wanted = [shape for n in seqs if n in ends or Shape(n) in times for shape in shapes(n, sizes.block_size, widths)]
     return CostTable({shape: expected_ms(shape, times) for shape in wanted}, runner.layout.graphs)
+
+
+def expected_ms(shape: Shape, times: Mapping[Shape, float]) -> float:
+    """Return the quickest time of a shape, or else scale those of others by their rows: rows of the target and rows of
+    the draft each have one cost, fitted to all shapes and the first plain step."""
+    if shape in times:
+        return times[shape]
+    first = times[Shape(1)]
+    rows, rest = np.array([_rows(timed) for timed in times], dtype=float), np.array([*times.values()]) - first
+    return first + float(_rows(shape) @ np.linalg.lstsq(rows, rest)[0].clip(min=0))
+
+
+def _rows(shape: Shape) -> NDArray[np.int64]:
+    """Return the rows `[2]` of the target and of the draft, without the row of one plain sequence."""
+    return np.array((shape.seqs - 1 + shape.drafting * (shape.rows - 1), shape.drafting * shape.block))
 
 
 def _with_varied_tokens(runner: ModelRunner, inputs: StepInputs) -> StepInputs:

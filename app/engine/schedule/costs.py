@@ -11,13 +11,11 @@ from numpy.typing import NDArray
 from app.engine.schedule.graph_sizes import GraphSizes
 
 Floats = NDArray[np.float64]
-Curve = tuple[Floats, Floats]
-"""Counts, ascending, and the milliseconds of each."""
 
-_SPEED_GAIN, _DRAFTING_GAIN = 0.1, 0.05
-"""Shares of an error that correct the speed of steps, which drifts with the machine, and the cost of drafting."""
-_MAX_ERROR = 0.7
-"""Errors are clipped at a factor of two, because something else held a longer step up."""
+_SPEED_GAIN = 0.1  # share of an error that corrects the speed of all steps, which drifts with the machine
+_DRAFTING_GAIN = 0.05  # share that corrects what drafting costs in addition to a plain step
+_MAX_ERROR = 0.7  # of a logarithm: a step of more than twice its cost was held up by something else
+_FAR = 1e6  # beyond the largest timed number of sequences costs are proportional, up to this multiple
 
 
 class Shape(NamedTuple):
@@ -27,6 +25,16 @@ class Shape(NamedTuple):
     drafting: int = 0
     rows: int = 1
     block: int = 0
+
+
+class Passes(NamedTuple):
+    """Milliseconds of the parts of a step, for S numbers of sequences and W widths of blocks."""
+
+    seqs: Floats  # [S] ascending, the last one `_FAR` times the largest that was timed
+    drafts: Floats  # [D] verified drafts of each sequence on average, ascending from 0
+    target: Floats  # [S, D] the target's pass
+    draft: Floats  # [S, W] the draft model's pass, over as many blocks as sequences
+    ragged: Floats  # [S] added to any step that drafts, even if a single sequence does
 
 
 def shapes(seqs: int, block_size: int, widths: Sequence[int] = ()) -> list[Shape]:
@@ -40,71 +48,56 @@ def shapes(seqs: int, block_size: int, widths: Sequence[int] = ()) -> list[Shape
     return list(dict.fromkeys((Shape(seqs), Shape(seqs, 1, block_size, block_size), *all_draft)))
 
 
-def expected_ms(shape: Shape, times: Mapping[Shape, float]) -> float:
-    """Return the quickest time of a shape, or else scale those of others by their rows: rows of the target and rows of
-    the draft each have one cost, fitted to all shapes and the first plain step."""
-    if shape in times:
-        return times[shape]
-    first = times[Shape(1)]
-    rows, rest = np.array([_rows(timed) for timed in times], dtype=float), np.array([*times.values()]) - first
-    return first + float(_rows(shape) @ np.linalg.lstsq(rows, rest)[0].clip(min=0))
+def split(ms: Mapping[Shape, float]) -> Passes:
+    """Return the parts of timed steps: `ms` of all `shapes` of some numbers of sequences.
 
+    A step whose blocks verify two rows shows what a draft pass costs, and one that verifies whole blocks the target's
+    rows. Times are noisy upwards only, so a draft costs the least slope of any width, and no part costs less than the
+    same part of fewer sequences or rows.
+    """
+    seqs = np.array(sorted({shape.seqs for shape in ms}))
+    widths = np.array(sorted({shape.block for shape in ms if shape.block}))
+    wide = widths[widths > 2]  # a block of two rows has no others to verify
+    plain = np.array([ms[Shape(n)] for n in seqs])
+    two, whole = (np.array([[ms[Shape(n, n, rows or w, w)] for w in widths] for n in seqs]) for rows in (2, 0))
+    among_plain = np.array([ms[Shape(n, 1, widths[-1], widths[-1])] for n in seqs]) - plain
+    two, whole = two - plain[:, None], whole - plain[:, None]
 
-def _rows(shape: Shape) -> NDArray[np.int64]:
-    """Return the rows `[2]` of the target and of the draft, without the row of one plain sequence."""
-    return np.array((shape.seqs - 1 + shape.drafting * (shape.rows - 1), shape.drafting * shape.block))
+    slopes = (whole - two)[:, widths > 2] / (seqs[:, None] * (wide - 2))
+    slope = slopes.min(axis=1).clip(min=0) if len(wide) else np.zeros(len(seqs))  # ms of a draft
+    draft = np.maximum(two - (slope * seqs)[:, None], 0.05 * plain[:, None])
+    ragged = (np.minimum(among_plain - slope * (widths[-1] - 1), draft[:, -1]) - draft[0, -1]).clip(min=0)
+    draft = np.maximum.accumulate(draft - ragged[:, None])
+    whole_drafts = (whole - draft - ragged[:, None])[:, widths > 2]
+    target = plain[:, None] + np.column_stack((np.zeros(len(seqs)), slope * seqs, whole_drafts))
+    target = np.maximum.accumulate(np.maximum.accumulate(target, axis=1))
+    seqs, target, draft, ragged = (np.append(part, _FAR * part[-1:], axis=0) for part in (seqs, target, draft, ragged))
+    return Passes(seqs, np.array([0, 1, *(wide - 1)]), target, draft, ragged)
 
 
 class CostTable:
-    """Milliseconds of a decode step: a target pass by sequences and drafts, and a draft pass by blocks and rows.
+    """Milliseconds of a decode step: its `Passes`, interpolated, and corrected by the steps that are served.
 
-    Costs are linear between timed sizes and proportional beyond them, and a block costs what the next wider timed one
-    does. With graphs a step costs what the one of `sizes` does that it is padded to, so costs are a staircase.
+    With graphs a pass costs what the one of `sizes` does that it is padded to, so costs are a staircase.
     """
 
     def __init__(self, ms: Mapping[Shape, float], sizes: GraphSizes | None = None) -> None:
-        """Split `ms` of all `shapes` of some numbers of sequences into target and draft.
-
-        A few drafts cost the target a slope each, the least over all widths, because noise only adds. The draft pass
-        costs the rest of a step whose blocks verify two rows, and the other rows of whole blocks cost what was timed.
-        One sequence that drafts among plain ones shows what ragged rows cost, which the first draft is charged with.
-        """
-        self.widths = sorted({shape.block for shape in ms if shape.block})
-        self._sizes = sizes
         self.seqs = sorted({shape.seqs for shape in ms})
-        self._verify: list[Curve] = []
-        self._draft_ms, self._target_ms = cache(self._draft_pass), cache(self._target_pass)
-        self._logs = dict.fromkeys(self.seqs, (0.0, 0.0))  # corrections of all costs, and of drafting besides
-        widest = self.widths[-1]
-        plain = {n: ms[Shape(n)] for n in self.seqs}
-        passes: dict[int, dict[int, float]] = {width: {0: 0.0} for width in self.widths}
-        for n, base in plain.items():
-            two, whole = ({w: ms[Shape(n, n, rows or w, w)] - base for w in self.widths} for rows in (2, 0))
-            slope = max(0.0, min(((whole[w] - two[w]) / (n * (w - 2)) for w in self.widths if w > 2), default=0.0))
-            pass_ms = {w: max(two[w] - slope * n, 0.05 * base) for w in self.widths}
-            first = 0.0
-            if n > 1:
-                among_plain = ms[Shape(n, 1, widest, widest)] - base - slope * (widest - 1)
-                first = max(0.0, min(among_plain, pass_ms[widest]) - passes[widest][self.seqs[0]])
-            verify = {0: 0.0, 1: slope + first, n: slope * n + first}
-            for w in self.widths:
-                passes[w][n] = max(pass_ms[w] - first, *passes[w].values())
-                verify[n * (w - 1)] = max(0.0, whole[w] - passes[w][n])
-            self._verify.append(_curve(verify))
-        self._plain = _curve(plain)
-        self._draft = {width: _curve(points) for width, points in passes.items()}
+        self.widths = sorted({shape.block for shape in ms if shape.block})
+        self._passes = split(ms)
+        self._sizes = sizes
+        self._logs = dict.fromkeys(self.seqs, (0.0, 0.0))  # corrections of speed and of drafting
+        self._target, self._draft = cache(self._target_pass), cache(self._draft_pass)
 
     def step_ms(self, seqs: int, blocks: Any, rows: int, drafts: Any) -> Floats:
         """Return ms of a step of `seqs` sequences with `blocks` draft blocks of `rows` rows and `drafts` verified.
 
         `blocks` and `drafts` are numbers or integer arrays that broadcast.
         """
-        draft_ms, target_ms = (
-            table(size, 2 << _greatest(counts).bit_length())  # few sizes, so that few tables are computed
-            for table, size, counts in ((self._draft_ms, rows, blocks), (self._target_ms, seqs, drafts))
-        )
+        counts, ms, ragged = self._target(seqs)
+        added = np.interp(drafts, counts, ms) - ms[0] + np.interp(blocks, *self._draft(rows)) + ragged * np.sign(blocks)
         speed, drafting = map(exp, self._logs[self._nearest(seqs)])
-        return np.asarray(speed * (target_ms[0] + drafting * (draft_ms[blocks] + target_ms[drafts] - target_ms[0])))
+        return np.asarray(speed * (ms[0] + drafting * added))
 
     def refine(self, seqs: int, blocks: int, rows: int, drafts: int, ms: float) -> None:
         """Move the costs of this number of sequences towards a step that took `ms`.
@@ -119,50 +112,35 @@ class CostTable:
     def _nearest(self, seqs: int) -> int:
         return min(self.seqs, key=lambda n: abs(log(n / max(seqs, 1))))
 
-    def _draft_pass(self, rows: int, size: int) -> Floats:
-        """Return ms of a draft pass of 0, 1, ... `size` - 1 blocks."""
-        passes = self._sizes.draft_passes(rows) if self._sizes else ()
-        if not passes:
-            return self._draft_at(np.arange(size), rows)
-        return _stairs({0: 0.0} | {count: float(self._draft_at(count, width)) for count, width in passes}, size)
-
-    def _target_pass(self, seqs: int, size: int) -> Floats:
-        """Return ms of a target pass of 0, 1, ... `size` - 1 drafts."""
+    def _target_pass(self, seqs: int) -> tuple[Floats, Floats, float]:
+        """Return ms of a target pass of `seqs` sequences as a curve by drafts, and of ragged rows."""
+        passes, ragged = self._passes, float(np.interp(seqs, self._passes.seqs, self._passes.ragged))
         if not self._sizes:
-            return self._target_at(seqs, np.arange(size))
-        passes = self._sizes.target_passes(seqs)
-        return _stairs({drafts: float(self._target_at(n, drafts)) for n, drafts in passes}, size)
+            return seqs * passes.drafts, _at(passes, passes.target, seqs), ragged
+        padded = self._sizes.target_passes(seqs)
+        ms = [float(np.interp(drafts / n, passes.drafts, _at(passes, passes.target, n))) for n, drafts in padded]
+        return *_stairs([drafts for _, drafts in padded], ms), ragged
 
-    def _draft_at(self, blocks: Any, rows: int) -> Floats:
-        width = next((width for width in self.widths if width >= rows), self.widths[-1])
-        return _interpolate(self._draft[width], blocks)
+    def _draft_pass(self, rows: int) -> tuple[Floats, Floats]:
+        """Return ms of a draft pass of blocks of `rows` rows as a curve by blocks: they cost what the next wider ones
+        do that were timed."""
+        padded = self._sizes.draft_passes(rows) if self._sizes else ()
+        if not padded:
+            return self._timed_draft(rows)
+        ms = [float(np.interp(blocks, *self._timed_draft(width))) for blocks, width in padded]
+        return _stairs([0, *(blocks for blocks, _ in padded)], [0.0, *ms])
 
-    def _target_at(self, seqs: int, drafts: Any) -> Floats:
-        """Interpolate between the next smaller and the next larger timed number of sequences."""
-        place = float(np.interp(seqs, self.seqs, np.arange(len(self.seqs))))
-        below, share = int(place), place % 1
-        verify = (1 - share) * _interpolate(self._verify[below], drafts)
-        if share:
-            verify = verify + share * _interpolate(self._verify[below + 1], drafts)
-        return _interpolate(self._plain, seqs) + verify
-
-
-def _greatest(counts: Any) -> int:
-    return int(counts.max()) if isinstance(counts, np.ndarray) else counts
+    def _timed_draft(self, rows: int) -> tuple[Floats, Floats]:
+        column = min(int(np.searchsorted(self.widths, rows)), len(self.widths) - 1)
+        return np.append(0.0, self._passes.seqs), np.append(0.0, self._passes.draft[:, column])
 
 
-def _curve(points: Mapping[int, float]) -> Curve:
-    """Return points with no cost below that of a smaller count: a smaller count that took longer was held up."""
-    counts = sorted(points)
-    return np.array(counts, dtype=float), np.maximum.accumulate([points[count] for count in counts])
+def _at(passes: Passes, table: Floats, seqs: int) -> Floats:
+    """Interpolate the rows of a table `[S, ...]` at a number of sequences."""
+    return np.array([np.interp(seqs, passes.seqs, column) for column in table.T])
 
 
-def _stairs(points: Mapping[int, float], size: int) -> Floats:
-    """Return for each of `size` counts the ms of the first point that is no smaller, else of the last."""
-    counts, ms = _curve(points)
-    return np.asarray(ms[np.searchsorted(counts[:-1], np.arange(size))])
-
-
-def _interpolate(curve: Curve, counts: Any) -> Floats:
-    """Return ms that are proportional beyond the last count."""
-    return np.asarray(np.interp(counts, *curve) * np.maximum(1.0, np.asarray(counts) / max(curve[0][-1], 1.0)))
+def _stairs(counts: Sequence[int], ms: Sequence[float]) -> tuple[Floats, Floats]:
+    """Return the curve on which each count, a whole number, costs what the next larger one of `counts` does."""
+    ends = np.array(counts, dtype=float)
+    return np.sort(np.append(ends, ends[:-1] + 1)), np.repeat(np.maximum.accumulate(ms), 2)[1:]

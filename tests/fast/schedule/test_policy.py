@@ -8,7 +8,7 @@ Whole loads, with prompts and ends of answers, are replayed in test_policy_loads
 import itertools
 import json
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from functools import cache
 from random import Random
@@ -368,8 +368,18 @@ def test_how_much_texts_differ_is_found_out(alike: bool) -> None:
     assert bad > 0.8 * good if alike else bad < 0.2 * good
 
 
+class Watched(Policy):
+    """A policy that counts its decisions."""
+
+    num_decisions = 0
+
+    def _decide(self, wanted: Sequence[tuple[Hashable, int]], costs: CostTable) -> None:
+        super()._decide(wanted, costs)
+        self.num_decisions += 1
+
+
 def test_a_decision_is_made_anew_when_a_sequence_comes_ends_or_disappoints_and_now_and_then() -> None:
-    policy = Policy(BLOCK, planted("cpu"))
+    policy = Watched(BLOCK, planted("cpu"))
 
     def decided_anew(*names: str) -> bool:
         before = policy.num_decisions
@@ -387,7 +397,7 @@ def test_a_decision_is_made_anew_when_a_sequence_comes_ends_or_disappoints_and_n
 
 
 def test_a_decision_about_many_sequences_holds_although_some_disappoint_at_every_step() -> None:
-    policy, random = Policy(BLOCK, planted("accelerator")), Random(0)
+    policy, random = Watched(BLOCK, planted("accelerator")), Random(0)
     for _ in range(100):
         for i, drafts in enumerate(policy.choose([(i, BLOCK - 1) for i in range(32)]).drafts):
             policy.record_acceptance(i, drafts, next(n for n in range(99) if n == drafts or random.random() > 0.7))
