@@ -195,18 +195,18 @@ def bounds(machine: str, load: str, concurrency: int) -> tuple[float, float]:
     return MISSED.get((machine, load, concurrency), (0.95, 0.97))
 
 
-MACHINES = fast_ones(PREFILL_MS, ("measured", "accelerator"))
+REPLAYED = fast_ones(PREFILL_MS, ("measured", "accelerator"))
 
 
 @pytest.mark.parametrize("concurrency", CONCURRENCIES)
 @pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", REPLAYED)
 def test_a_load_is_served_as_fast_as_plainly_and_as_by_whole_blocks(machine: str, load: str, concurrency: int) -> None:
     found, least = ratios(machine, load, concurrency), bounds(machine, load, concurrency)
     assert found[0] >= least[0] and found[1] >= least[1], (found, least)
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", REPLAYED)
 def test_no_load_is_slower_than_by_the_earlier_policy(machine: str) -> None:
     """By more than 3 %, as means of three seeds, which differ by up to 7 % in a cell."""
     found = {cell: against_earlier(machine, *cell) for cell in auto(machine)}
