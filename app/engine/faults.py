@@ -55,7 +55,7 @@ class Faults:
         """
         self._rollback(error, runner)
         logger.warning("a step failed after the next one was launched; its requests are recomputed")
-        lost = {share.seq for share in batch.shares}
+        lost = {entry.seq for entry in batch.entries}
         for seq in [seq for seq in reversed(self._scheduler.running) if seq in lost]:
             self._scheduler.preempt(seq)
         return []
@@ -67,7 +67,7 @@ class Faults:
         self._rollback(error, runner)
         decodes, prefills = _live(batch.decodes), _live(batch.prefills)
         if len(decodes) + len(prefills) < 2:
-            return [self._scheduler.drop(share.seq, error) for share in decodes + prefills]
+            return [self._scheduler.drop(entry.seq, error) for entry in decodes + prefills]
         middle = (len(decodes) + len(prefills) + 1) // 2
         chunks = max(0, middle - len(decodes))
         deltas: list[TokenDelta] = []
@@ -91,8 +91,8 @@ class Faults:
         runner.rollback()
 
 
-def _live(shares: list[ScheduledSequence]) -> list[ScheduledSequence]:
-    """Return the shares that still count, as they are with nothing in flight."""
+def _live(entries: list[ScheduledSequence]) -> list[ScheduledSequence]:
+    """Return the entries that still count, as they are with nothing in flight."""
     return [
-        replace(share, start=share.seq.num_computed, prev_row=-1, max_accepted=0) for share in shares if share.is_live
+        replace(entry, start=entry.seq.num_computed, prev_row=-1, max_accepted=0) for entry in entries if entry.is_live
     ]

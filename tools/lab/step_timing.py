@@ -174,7 +174,9 @@ class Bench:
     def _decode_batch(self, shape: Shape) -> Batch:
         batch = self._core.scheduler.schedule()
         width = self._sizes.block_size if shape.drafts else 1
-        assert [share.count for share in batch.shares] == [width] * shape.batch, "a step has another shape than planned"
+        assert [entry.count for entry in batch.entries] == [width] * shape.batch, (
+            "a step has another shape than planned"
+        )
         return batch
 
     @contextmanager

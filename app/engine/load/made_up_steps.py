@@ -35,7 +35,7 @@ def step_memory(runner_over: Callable[[int], ModelRunner], backend: Backend, siz
     """Return the bytes that the widest step takes at its peak. `runner_over` makes a runner over a number of pages.
     Raises UnsupportedError if there is too little memory for that."""
     batch = _widest_step(sizes)
-    num_pages = 1 + max(max(share.seq.pages) for share in batch.shares)
+    num_pages = 1 + max(max(entry.seq.pages) for entry in batch.entries)
     try:
         runner = runner_over(num_pages)
         return backend.peak_memory(lambda: runner.launch(runner.layout.build(batch)).read())

@@ -12,27 +12,27 @@ def schedule_ahead(scheduler: Scheduler, batch: Batch, *, draws: bool) -> Batch 
     A sequence that is sure to end in the step in flight is left out. With `draws` the device may draw tokens by itself.
     """
     scheduler.in_flight = set()
-    rows = {share.seq: (prev_row, share) for prev_row, share in enumerate(batch.sampling) if share.is_live}
+    rows = {entry.seq: (prev_row, entry) for prev_row, entry in enumerate(batch.sampling) if entry.is_live}
     running = [rows[seq] for seq in scheduler.running if seq in rows]
-    if reason := _why_wait(scheduler, batch, [share.seq for _, share in running], draws=draws):
+    if reason := _why_wait(scheduler, batch, [entry.seq for _, entry in running], draws=draws):
         return reason
-    going_on = [(prev_row, share) for prev_row, share in running if share.seq.num_remaining > 1]
+    going_on = [(prev_row, entry) for prev_row, entry in running if entry.seq.num_remaining > 1]
     if not going_on:
         return "end"
-    lengths = [scheduler.max_length(share.seq) + share.num_drafts + 1 for _, share in going_on]
-    pages = [(scheduler.pool.pages_for(n), share.seq.pages) for n, (_, share) in zip(lengths, going_on, strict=True)]
+    lengths = [scheduler.max_length(entry.seq) + entry.num_drafts + 1 for _, entry in going_on]
+    pages = [(scheduler.pool.pages_for(n), entry.seq.pages) for n, (_, entry) in zip(lengths, going_on, strict=True)]
     if sum(max(0, wanted - len(owned)) for wanted, owned in pages) > scheduler.pool.num_free:
         return "pages"
-    scheduler.in_flight = {share.seq for _, share in going_on}
+    scheduler.in_flight = {entry.seq for _, entry in going_on}
     widths = scheduler.policy.choose(
-        [(share.seq, scheduler.max_drafts(share.seq, num_in_flight=1)) for _, share in going_on]
+        [(entry.seq, scheduler.max_drafts(entry.seq, num_in_flight=1)) for _, entry in going_on]
     )
     after = Batch(block_rows=widths.block)
-    for (prev_row, share), length, drafts in zip(going_on, lengths, widths.drafts, strict=True):
-        seq = share.seq
+    for (prev_row, entry), length, drafts in zip(going_on, lengths, widths.drafts, strict=True):
+        seq = entry.seq
         scheduler.pool.grow(seq.pages, length)
-        next_slot = _next_slot(scheduler, share) if scheduler.states.num_slots else 0
-        places = prev_row, share.num_drafts, next_slot
+        next_slot = _next_slot(scheduler, entry) if scheduler.states.num_slots else 0
+        places = prev_row, entry.num_drafts, next_slot
         after.decodes.append(ScheduledSequence(seq, seq.num_tokens, drafts + 1, True, drafts, *places))
     return scheduler.with_draft_pages(after)
 
@@ -51,11 +51,11 @@ def _why_wait(scheduler: Scheduler, batch: Batch, seqs: list[Sequence], *, draws
     return "admission" if scheduler.may_admit_next() else ""
 
 
-def _next_slot(scheduler: Scheduler, share: ScheduledSequence) -> int:
-    """Return the slot that the rows after `share` write. If `share` may fill a page, its slot stays as it is."""
-    seq, states, page_size = share.seq, scheduler.states, scheduler.pool.page_size
-    states.commit(share)  # the device works in order, so later rows read what these write
-    if seq.cacheable and (seq.num_computed + share.count) // page_size > seq.num_computed // page_size:
+def _next_slot(scheduler: Scheduler, entry: ScheduledSequence) -> int:
+    """Return the slot that the rows after `entry` write. If `entry` may fill a page, its slot stays as it is."""
+    seq, states, page_size = entry.seq, scheduler.states, scheduler.pool.page_size
+    states.commit(entry)  # the device works in order, so later rows read what these write
+    if seq.cacheable and (seq.num_computed + entry.count) // page_size > seq.num_computed // page_size:
         states.freeze(seq)
     states.prepare(seq)
     return seq.next_state_slot

@@ -199,9 +199,9 @@ class Scheduler:
     def with_draft_pages(self, batch: Batch) -> Batch:
         """Return the batch, whose rows and whole blocks get the draft's separate pages."""
         if self.draft_pages:
-            for share in batch.shares:
-                end = share.start + share.max_accepted + max(share.count, self.block_size)
-                self.draft_pages.pool.grow(share.seq.draft_pages, end)
+            for entry in batch.entries:
+                end = entry.start + entry.max_accepted + max(entry.count, self.block_size)
+                self.draft_pages.pool.grow(entry.seq.draft_pages, end)
         return batch
 
     def take_dropped(self) -> list[TokenDelta]:
@@ -217,9 +217,9 @@ class Scheduler:
         batch = Batch(block_rows=widths.block)
         for seq, drafts in zip(decoding, widths.drafts, strict=True):
             self.states.prepare(seq)
-            share = ScheduledSequence(seq, seq.num_computed, drafts + 1, True, drafts, next_slot=seq.next_state_slot)
-            batch.decodes.append(share)
-        budget = self.max_num_batched_tokens - sum(share.count for share in batch.decodes)
+            entry = ScheduledSequence(seq, seq.num_computed, drafts + 1, True, drafts, next_slot=seq.next_state_slot)
+            batch.decodes.append(entry)
+        budget = self.max_num_batched_tokens - sum(entry.count for entry in batch.decodes)
         for seq in self.running:
             if not seq.is_decoding and budget > 0:
                 self.at_hand = seq
@@ -242,16 +242,16 @@ class Scheduler:
         """Take the step's tokens into the sequences, and the pages that it filled into the cache."""
         results = zip(result.tokens, result.num_accepted, strict=True)
         deltas = []
-        for share in batch.shares:
-            tokens, num_accepted = next(results) if share.needs_logits else ([], 0)
-            if not share.is_live:
+        for entry in batch.entries:
+            tokens, num_accepted = next(results) if entry.needs_logits else ([], 0)
+            if not entry.is_live:
                 continue
-            share.start = share.seq.num_computed  # where the previous step has left it
+            entry.start = entry.seq.num_computed  # where the previous step has left it
             try:
-                delta = self._commit_share(share, tokens, num_accepted)
+                delta = self._commit_entry(entry, tokens, num_accepted)
                 self.has_progress = True
             except Exception as error:
-                delta = self.drop(share.seq, error)
+                delta = self.drop(entry.seq, error)
             if delta:
                 deltas.append(delta)
         for seq in self.to_start_over:
@@ -360,27 +360,27 @@ class Scheduler:
                 return True
         return False
 
-    def _commit_share(self, share: ScheduledSequence, tokens: list[int], num_accepted: int) -> TokenDelta | None:
-        """Take the tokens of a share into its sequence. A prefill chunk before the last yields none."""
-        seq, is_finite = share.seq, NOT_FINITE not in tokens
+    def _commit_entry(self, entry: ScheduledSequence, tokens: list[int], num_accepted: int) -> TokenDelta | None:
+        """Take the tokens of an entry into its sequence. A prefill chunk before the last yields none."""
+        seq, is_finite = entry.seq, NOT_FINITE not in tokens
         if not is_finite:  # also after the last token, where refused drafts leave KV
             self.unclean.add(seq)
-        seq.is_sound = share.needs_logits and seq not in self.unclean
+        seq.is_sound = entry.needs_logits and seq not in self.unclean
         if not is_finite and NOT_FINITE in tokens[: min(num_accepted + 1, seq.num_remaining)]:
-            return self._end_not_finite(share, tokens)
-        self.states.commit(share)
-        delta = self.accept(share, tokens, num_accepted) if share.needs_logits else None
+            return self._end_not_finite(entry, tokens)
+        self.states.commit(entry)
+        delta = self.accept(entry, tokens, num_accepted) if entry.needs_logits else None
         if delta is None:
-            seq.num_computed = share.end
-        self._publish(share)
+            seq.num_computed = entry.end
+        self._publish(entry)
         if delta and delta.finish_reason:
             self.end(seq)
         return delta
 
-    def accept(self, share: ScheduledSequence, tokens: list[int], num_accepted: int) -> TokenDelta:
+    def accept(self, entry: ScheduledSequence, tokens: list[int], num_accepted: int) -> TokenDelta:
         """Append tokens up to the first stop, in order. Later tokens are neither emitted nor counted."""
-        seq, request = share.seq, share.seq.request
-        num_verified = share.num_drafts
+        seq, request = entry.seq, entry.seq.request
+        num_verified = entry.num_drafts
         emitted = tokens[: min(num_accepted + 1, seq.num_remaining)]
         finish_reason: FinishReason | None = "length" if len(emitted) == seq.num_remaining else None
         for index, token in enumerate(emitted):
@@ -391,16 +391,16 @@ class Scheduler:
             num_accepted = min(num_accepted, len(emitted))
             num_verified = min(num_verified, len(emitted))
         # Drafts past a stop were as useless as refused ones, so the policy learns of all of them.
-        self.policy.record_acceptance(seq, share.num_drafts, num_accepted)
+        self.policy.record_acceptance(seq, entry.num_drafts, num_accepted)
         seq.token_ids.extend(emitted)
         seq.num_computed = seq.num_tokens - 1
         steps = [SpecStep(len(emitted), num_verified, num_accepted)]
         return TokenDelta(request.request_id, emitted, steps, seq.num_cached or 0, finish_reason)
 
-    def _publish(self, share: ScheduledSequence) -> None:
-        """Cache the pages that end between the share's start and `num_computed`. Refused drafts lie past it."""
-        seq, page_size = share.seq, self.pool.page_size
-        filled = range(share.start // page_size, seq.num_computed // page_size)
+    def _publish(self, entry: ScheduledSequence) -> None:
+        """Cache the pages that end between the entry's start and `num_computed`. Refused drafts lie past it."""
+        seq, page_size = entry.seq, self.pool.page_size
+        filled = range(entry.start // page_size, seq.num_computed // page_size)
         if self.draft_pages:
             self.draft_pages.move(seq, filled if seq.cacheable else ())
         if seq.cacheable:
@@ -408,23 +408,23 @@ class Scheduler:
             if new and self.events is not None:
                 self.events.stored(seq, new, page_size)
             if self.states.num_checkpoints:
-                self._publish_states(share)
+                self._publish_states(entry)
 
     def _forgotten(self, digest: bytes) -> None:
         self.states.forget(digest)
         if self.events is not None:
             self.events.removed(digest)
 
-    def _publish_states(self, share: ScheduledSequence) -> None:
-        """Make checkpoints of the states that the share's rows leave after full pages.
+    def _publish_states(self, entry: ScheduledSequence) -> None:
+        """Make checkpoints of the states that the entry's rows leave after full pages.
 
         A slot has the state before the rows and their inputs, so it serves for a page that ends among these.
         """
-        seq, states, page_size = share.seq, self.states, self.pool.page_size
-        if share.split and seq.split_slot:
-            states.publish_split(seq, self._digest(seq, share.split))
+        seq, states, page_size = entry.seq, self.states, self.pool.page_size
+        if entry.split and seq.split_slot:
+            states.publish_split(seq, self._digest(seq, entry.split))
         end = seq.num_computed // page_size * page_size
-        if not end or end < (share.end if share.is_prefill else share.start):
+        if not end or end < (entry.end if entry.is_prefill else entry.start):
             return
         digest = self._digest(seq, end)
         if digest == seq.replaceable:
@@ -456,14 +456,14 @@ class Scheduler:
         reason = f"the request was dropped because its step failed: {type(error).__name__}: {error}"
         return TokenDelta(seq.request.request_id, [], [SpecStep(0, 0, 0)], seq.num_cached or 0, "error", reason)
 
-    def _end_not_finite(self, share: ScheduledSequence, tokens: list[int]) -> TokenDelta | None:
+    def _end_not_finite(self, entry: ScheduledSequence, tokens: list[int]) -> TokenDelta | None:
         """End a sequence after the finite ones of `tokens`. One that found pages in the cache is recomputed first."""
-        seq, tokens = share.seq, tokens[: tokens.index(NOT_FINITE)]
+        seq, tokens = entry.seq, tokens[: tokens.index(NOT_FINITE)]
         self.forget_pages(seq)
         if seq.num_found:
             self.to_start_over.append(seq)
             return None
-        delta = self.accept(share, tokens, len(tokens))
+        delta = self.accept(entry, tokens, len(tokens))
         if not delta.finish_reason:
             self.num_not_finite += 1
             error = _NOT_FINITE.format(seq.num_tokens - len(seq.request.token_ids))

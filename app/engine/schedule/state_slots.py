@@ -114,10 +114,10 @@ class StateSlots:
         self._drop(seq.split_slot)
         seq.split_slot = 0
 
-    def commit(self, share: ScheduledSequence) -> None:
+    def commit(self, entry: ScheduledSequence) -> None:
         """Replace the sequence's slot by the one that these rows write, once."""
-        seq = share.seq
-        if share.next_slot and share.next_slot == seq.next_state_slot:
+        seq = entry.seq
+        if entry.next_slot and entry.next_slot == seq.next_state_slot:
             self._drop(seq.state_slot)
             seq.state_slot, seq.next_state_slot = seq.next_state_slot, 0
             self._give_spare_back(seq)

@@ -142,25 +142,25 @@ class Layout:
         if graphs and not batch.prefills:
             size = graphs.target(len(batch.decodes), len(batch.decodes) + batch.num_drafts)
         elif graphs and not self.separate_prefill:
-            size = graphs.with_chunks(len(batch.shares), sum(share.count for share in batch.shares))
+            size = graphs.with_chunks(len(batch.entries), sum(entry.count for entry in batch.entries))
         target = self.target(batch, size, graphs.block_size - 1 if graphs else width - 1)
         draft = self.draft(batch, blocks, width) if blocks else None
         rows = target.logits_start, target.draft_index, size is not None and self.draws_in_graphs
-        is_argmax = all(share.seq.request.sampling.is_argmax for share in batch.sampling)
+        is_argmax = all(entry.seq.request.sampling.is_argmax for entry in batch.sampling)
         sampling = [] if is_argmax else sampled_rows(batch.sampling, *rows)
-        plain = None if batch.prefills or draft else [share.seq.key for share in batch.decodes]
+        plain = None if batch.prefills or draft else [entry.seq.key for entry in batch.decodes]
         return StepInputs(target, draft, sampling, plain, size is not None)
 
     def draft(self, batch: Batch, blocks: int, width: int, pages: int = 0) -> DraftInputs[Ints]:
         """Return `blocks` blocks of `width` - 1 drafts, however few are verified. Missing ones are padding."""
         rows = width - 1 + self.first_draft_row
-        drafting = [share for share in batch.decodes if share.num_drafts]
+        drafting = [entry for entry in batch.decodes if entry.num_drafts]
         padding = [rows] * (blocks - len(drafting))
         draft_pages = self._draft_pages(drafting, len(padding)) if self.window_pages else None
         return DraftInputs(
-            request_ids=[share.seq.request.request_id for share in drafting],
-            anchors=_filled([share.seq.token_ids[-1] for share in drafting], blocks),
-            prev_rows=_filled([share.prev_row for share in drafting], blocks, -1),
+            request_ids=[entry.seq.request.request_id for entry in drafting],
+            anchors=_filled([entry.seq.token_ids[-1] for entry in drafting], blocks),
+            prev_rows=_filled([entry.prev_row for entry in drafting], blocks, -1),
             groups=[self._group(drafting, [rows] * len(drafting), padding, pages, draft_pages)],
         )
 
@@ -170,21 +170,21 @@ class Layout:
         A missing sequence gets as many rows as the size says, and one more sequence all others, which may be none.
         Tables of a graph to be captured are `pages` wide.
         """
-        shares, sampling = batch.shares, batch.sampling
-        counts, tokens = [share.count for share in shares], list[int]()
-        for share in shares:
-            tokens += (share.seq.token_ids[share.start : share.end] + [0] * share.count)[: share.count]
-        num_drafts = [share.num_drafts for share in sampling]
-        ends = zip(shares, accumulate(counts), strict=True)
-        logits_start = [end - share.num_drafts - 1 for share, end in ends if share.needs_logits]
+        entries, sampling = batch.entries, batch.sampling
+        counts, tokens = [entry.count for entry in entries], list[int]()
+        for entry in entries:
+            tokens += (entry.seq.token_ids[entry.start : entry.end] + [0] * entry.count)[: entry.count]
+        num_drafts = [entry.num_drafts for entry in sampling]
+        ends = zip(entries, accumulate(counts), strict=True)
+        logits_start = [end - entry.num_drafts - 1 for entry, end in ends if entry.needs_logits]
         drafting_so_far = accumulate(count > 0 for count in num_drafts)
         draft_index = [so_far - 1 if count else 0 for so_far, count in zip(drafting_so_far, num_drafts, strict=True)]
-        num_rows, padding, entries = len(tokens), list[int](), len(sampling)
+        num_rows, padding, num_results = len(tokens), list[int](), len(sampling)
         if size:
             assert self.graphs
-            missing, each = size[0] - len(shares), self.graphs.padding_rows(*size)
+            missing, each = size[0] - len(entries), self.graphs.padding_rows(*size)
             padding = [each] * missing + [size[1] - num_rows - each * missing]
-            num_rows, entries = size[1], size[0]
+            num_rows, num_results = size[1], size[0]
         token_source = logits_indices = np.arange(num_rows, dtype=np.int32)
         if any(num_drafts):
             token_source = token_source.copy()
@@ -193,10 +193,10 @@ class Layout:
         if batch.prefills and not size:  # a graph chooses after every row
             logits_indices = _ranges(logits_start, [count + 1 for count in num_drafts])
             logits_start = [0, *accumulate(count + 1 for count in num_drafts)][:-1]
-        parts = [batch.decodes, batch.prefills] if self.separate_prefill and not size else [shares]
+        parts = [batch.decodes, batch.prefills] if self.separate_prefill and not size else [entries]
         parts = [part for part in parts if part or padding]
-        places = entries + bool(size)
-        groups = [self._group(part, [share.count for share in part], padding, pages) for part in parts]
+        places = num_results + bool(size)
+        groups = [self._group(part, [entry.count for entry in part], padding, pages) for part in parts]
         if self.window_pages:
             for group, part in zip(groups, parts, strict=True):
                 self._add_draft_slots(group, self._draft_pages(part, len(padding)))
@@ -207,7 +207,7 @@ class Layout:
             logits_start=_filled(logits_start, places),
             num_drafts=_filled(num_drafts, places),
             draft_index=_filled(draft_index, places),
-            prev_rows=_filled([share.prev_row for share in sampling], entries, -1),
+            prev_rows=_filled([entry.prev_row for entry in sampling], num_results, -1),
             groups=groups,
             num_seqs=len(sampling),
             recurrent=self._recurrent(batch, groups[0], size) if self.hybrid else None,
@@ -215,27 +215,27 @@ class Layout:
 
     def _group(
         self,
-        shares: list[ScheduledSequence],
+        entries: list[ScheduledSequence],
         counts: list[int],
         padding: list[int],
         pages: int,
         draft_pages: _DraftPages | None = None,
     ) -> RowGroup[Ints]:
-        """Return `counts[i]` rows from the start of `shares[i]` on, with pages for the greatest start they may have:
+        """Return `counts[i]` rows from the start of `entries[i]` on, with pages for the greatest start they may have:
         the target's, or separate `draft_pages`, before the first of which nothing is seen.
 
         Sequences of `padding[i]` rows follow. Their rows lie one after another on the scratch pages, and each attends
         to as many tokens as it has rows, from the first scratch page on.
         """
-        starts = [share.start for share in shares]
+        starts = [entry.start for entry in entries]
         seq_lens = [start + count for start, count in zip(starts, counts, strict=True)]
         if draft_pages:
             page_table, slot_table = draft_pages.held, draft_pages.by_number
             seq_lens = [n - first * self.page_size for n, first in zip(seq_lens, draft_pages.firsts, strict=True)]
         else:
-            ends = [length + share.max_accepted for length, share in zip(seq_lens, shares, strict=True)]
+            ends = [length + entry.max_accepted for length, entry in zip(seq_lens, entries, strict=True)]
             width = max(pages, -(-max(ends, default=0) // self.page_size))
-            page_table = slot_table = self._table([share.seq.pages for share in shares], len(padding), width)
+            page_table = slot_table = self._table([entry.seq.pages for entry in entries], len(padding), width)
         if padding:
             starts += [0, *accumulate(padding[:-1])]
             counts, seq_lens = counts + padding, seq_lens + padding
@@ -258,17 +258,17 @@ class Layout:
         else:
             group.draft_table = draft_pages.by_number
 
-    def _draft_pages(self, shares: list[ScheduledSequence], num_padding: int) -> _DraftPages:
+    def _draft_pages(self, entries: list[ScheduledSequence], num_padding: int) -> _DraftPages:
         """Return the draft's pages of decoding sequences, `window_pages` at most, and all those of prefilling ones.
 
         After the last chunk of a prompt a sequence has the pages of the chunk too, until that step is committed. The
         next one may be launched before. It has no use for them, and a graph's table has no room.
         """
         firsts = [
-            max(share.seq.first_draft_page, 0 if share.is_prefill else len(share.seq.draft_pages) - self.window_pages)
-            for share in shares
+            max(entry.seq.first_draft_page, 0 if entry.is_prefill else len(entry.seq.draft_pages) - self.window_pages)
+            for entry in entries
         ]
-        held = [share.seq.draft_pages[first:] for first, share in zip(firsts, shares, strict=True)]
+        held = [entry.seq.draft_pages[first:] for first, entry in zip(firsts, entries, strict=True)]
         table = self._table(held, num_padding, max([self.window_pages, *map(len, held)]))
         by_number = table.copy()
         for row, first in zip(by_number, firsts, strict=False):
@@ -296,18 +296,18 @@ class Layout:
         """Return the rows of decoding sequences, which are the first `group`, and those of each chunk."""
         found = RecurrentRows[Ints](None, [])
         if batch.decodes or size:
-            moves = [(share.seq.state_slot, share.next_slot or share.seq.state_slot) for share in batch.decodes]
+            moves = [(entry.seq.state_slot, entry.next_slot or entry.seq.state_slot) for entry in batch.decodes]
             moves += [(0, 0)] * (len(group.query_lens) - len(moves))  # padding sequences share the scratch slot
-            width = max((share.count for share in batch.decodes), default=0)
+            width = max((entry.count for entry in batch.decodes), default=0)
             if size:
                 assert self.graphs
                 width = min(self.graphs.block_size, size[1] - self.graphs.padding_rows(*size) * (size[0] - 1))
-            starts = [share.start for share in batch.decodes] + [0] * (len(moves) - len(batch.decodes))
+            starts = [entry.start for entry in batch.decodes] + [0] * (len(moves) - len(batch.decodes))
             found.decodes = sequence_rows(moves, starts, group.query_lens, width, static=size is not None)
-        for share in batch.prefills:
-            slot, first = share.seq.state_slot, share.start
-            cuts = [(share.split, share.seq.split_slot)] if share.split else []
-            for end, next_slot in (*cuts, (share.end, share.next_slot or slot)):
+        for entry in batch.prefills:
+            slot, first = entry.seq.state_slot, entry.start
+            cuts = [(entry.split, entry.seq.split_slot)] if entry.split else []
+            for end, next_slot in (*cuts, (entry.end, entry.next_slot or slot)):
                 found.chunks.append(sequence_rows([(slot, next_slot)], [first], [end - first], end - first))
                 slot, first = next_slot, end
         return found

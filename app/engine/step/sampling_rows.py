@@ -12,15 +12,15 @@ from app.engine.schedule.batch import ScheduledSequence
 
 
 def sampled_rows(
-    shares: list[ScheduledSequence], logits_start: Ints, draft_index: Ints, in_graph: bool
+    entries: list[ScheduledSequence], logits_start: Ints, draft_index: Ints, in_graph: bool
 ) -> list[SamplingMetadata[Array]]:
-    """Return rows that need more than argmax, by the kind of their work. Graphs hold the kinds that they can. Share i
+    """Return rows that need more than argmax, by the kind of their work. Graphs hold the kinds that they can. Entry i
     has logit rows from `logits_start[i]` on, and its drafts are in row `draft_index[i]`."""
     kinds: dict[Kind, list[int]] = {}
-    for i, share in enumerate(shares):
-        if kind := kind_of(share.seq.request.sampling, share.end - share.num_drafts - len(share.seq.request.token_ids)):
+    for i, entry in enumerate(entries):
+        if kind := kind_of(entry.seq.request.sampling, entry.end - entry.num_drafts - len(entry.seq.request.token_ids)):
             kinds.setdefault(kind, []).append(i)
-    return [_of_kind(kind, own, shares, logits_start, draft_index, in_graph) for kind, own in kinds.items()]
+    return [_of_kind(kind, own, entries, logits_start, draft_index, in_graph) for kind, own in kinds.items()]
 
 
 def graph_rows(kind: Kind, num_rows: int, num_seqs: int) -> SamplingMetadata[Array]:
@@ -35,13 +35,13 @@ def graph_rows(kind: Kind, num_rows: int, num_seqs: int) -> SamplingMetadata[Arr
 
 
 def _of_kind(
-    kind: Kind, own: list[int], shares: list[ScheduledSequence], logits_start: Ints, draft_index: Ints, in_graph: bool
+    kind: Kind, own: list[int], entries: list[ScheduledSequence], logits_start: Ints, draft_index: Ints, in_graph: bool
 ) -> SamplingMetadata[Array]:
-    """Return the logit rows of the shares `own`, and their places among all and in drafts."""
+    """Return the logit rows of the entries `own`, and their places among all and in drafts."""
     in_graph, counted_in = in_graph and not kind.by_host, np.full(len(logits_start), -1, dtype=np.int32)
-    shares = [shares[i] for i in own]
-    params = [share.seq.request.sampling for share in shares]
-    counts = [share.num_drafts + 1 for share in shares]
+    entries = [entries[i] for i in own]
+    params = [entry.seq.request.sampling for entry in entries]
+    counts = [entry.num_drafts + 1 for entry in entries]
     places = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
     rows = np.repeat(logits_start[own], counts) + places
 
@@ -51,8 +51,8 @@ def _of_kind(
 
     # A row draws the token after it: the anchor's row draws the next one.
     states = [
-        noise_key(each.seed).repeat(count) if in_graph else noise_states(each.seed, share.end - count + 1, count)
-        for each, share, count in zip(params, shares, counts, strict=True)
+        noise_key(each.seed).repeat(count) if in_graph else noise_states(each.seed, entry.end - count + 1, count)
+        for each, entry, count in zip(params, entries, counts, strict=True)
     ]
     found: SamplingMetadata[Array] = SamplingMetadata(
         kind,
@@ -71,12 +71,12 @@ def _of_kind(
             form=kind.filters,
         )
     starts = accumulate(counts, initial=0)
-    biases = [bias for share, start in zip(shares, starts, strict=False) for bias in _biases(share, start)]
+    biases = [bias for entry, start in zip(entries, starts, strict=False) for bias in _biases(entry, start)]
     if biases:
         bias_rows, tokens, values = zip(*biases, strict=True)
         found.additions = LogitBias(*map(np.array, (bias_rows, tokens, values), (np.int32, np.int32, np.float32)))
     if kind.penalised:
-        seqs = [share.seq for share in shares]
+        seqs = [entry.seq for entry in entries]
         counted_in[own] = [seq.batch_slot for seq in seqs]
         found.penalties = Penalties(
             presence=column(each.presence_penalty for each in params),
@@ -91,11 +91,11 @@ def _of_kind(
     return found
 
 
-def _biases(share: ScheduledSequence, start: int) -> Iterator[tuple[int, int, float]]:
+def _biases(entry: ScheduledSequence, start: int) -> Iterator[tuple[int, int, float]]:
     """Yield (row, token, bias) for the rows of a sequence, the first of which is `start`."""
-    request = share.seq.request
-    num_emitted = share.end - share.num_drafts - len(request.token_ids)
-    for place in range(share.num_drafts + 1):
+    request = entry.seq.request
+    num_emitted = entry.end - entry.num_drafts - len(request.token_ids)
+    for place in range(entry.num_drafts + 1):
         yield from ((start + place, token, bias) for token, bias in request.sampling.logit_bias)
         if num_emitted + place < request.sampling.min_tokens:
             yield from ((start + place, token, -np.inf) for token in request.stop_token_ids)

@@ -57,12 +57,12 @@ class Step:
 
     @property
     def rows(self) -> int:
-        return sum(share.count for share in self.batch.shares)
+        return sum(entry.count for entry in self.batch.entries)
 
     @property
     def fits(self) -> bool:
         """True if all rows have a place in the graph, with one for each missing sequence and the spare one."""
-        return self.rows + SEQS - len(self.batch.shares) + 1 <= GRAPH_ROWS
+        return self.rows + SEQS - len(self.batch.entries) + 1 <= GRAPH_ROWS
 
 
 @dataclass
@@ -160,9 +160,9 @@ def test_texts_and_drafts_of_any_traffic_are_those_of_eager_code(pair: Pair, see
         assert not step.in_graph and other.in_graph == other.fits
     chunks = [step for step in found if step.batch.prefills and step.in_graph]
     assert {step.batch.kind for step in chunks} == {"mixed", "prefill"}
-    shares = [share for step in chunks for share in step.batch.prefills]
-    assert any(share.start >= 128 for share in shares), "after pages that the cache or a chunk had"
-    assert max(share.count for share in shares) > 100 and min(share.count for share in shares) < 17
+    entries = [entry for step in chunks for entry in step.batch.prefills]
+    assert any(entry.start >= 128 for entry in entries), "after pages that the cache or a chunk had"
+    assert max(entry.count for entry in entries) > 100 and min(entry.count for entry in entries) < 17
     assert any(step.batch.prefills and not step.in_graph for step in found), "and some do not fit"
     assert graphs.scheduler.num_preemptions and graphs.scheduler.prefix_cache_hits
 
@@ -182,8 +182,8 @@ def test_a_prompt_that_goes_on_has_rows_in_a_graph_and_no_result(pair: Pair) -> 
     for step, other in zip(*runs, strict=True):
         assert (step.tokens, step.drafts) == (other.tokens, other.drafts)
     first = runs[1][1]
-    (share,) = first.batch.prefills
-    assert first.in_graph and not share.needs_logits and len(first.batch.decodes) == SEQS - 1
+    (entry,) = first.batch.prefills
+    assert first.in_graph and not entry.needs_logits and len(first.batch.decodes) == SEQS - 1
     assert "long" not in first.tokens and "long" in runs[1][2].tokens
 
 
@@ -203,7 +203,7 @@ def test_a_step_with_at_most_192_rows_launches_graphs_and_nothing_else(pair: Pai
         assert len(step.trace.of("replay")) == 1 + drafting + sampled
         assert len(step.trace.of("update")) == layers + of_draft * drafting
         assert len(step.trace.of("copy")) == 2 + drafting + sampled
-        for request_id in [share.seq.request.request_id for share in step.batch.shares][2:]:
+        for request_id in [entry.seq.request.request_id for entry in step.batch.entries][2:]:
             watched.core.abort(request_id)
     assert {step.batch.kind for step in watched.steps} == {"prefill", "mixed"}
 

@@ -112,11 +112,11 @@ class Feeder:
         self.engine.core.launch(batch).read()
         hidden, tapped = self._last
         at = 0
-        for share in batch.shares:
-            part = slice(at, at + share.count)
-            self._outputs[share.seq].append((hidden[part], None if tapped is None else tapped[part]))
-            share.seq.num_computed += share.count
-            at += share.count
+        for entry in batch.entries:
+            part = slice(at, at + entry.count)
+            self._outputs[entry.seq].append((hidden[part], None if tapped is None else tapped[part]))
+            entry.seq.num_computed += entry.count
+            at += entry.count
         assert at == len(hidden)
 
     def _rows(self, seq: Sequence, count: int) -> ScheduledSequence:

@@ -113,7 +113,7 @@ def in_build(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
     build = Layout.build
 
     def spoilt(layout: Layout, batch: Any) -> Any:
-        if "bad" in names(batch.shares):
+        if "bad" in names(batch.entries):
             raise Planted("in build")
         return build(layout, batch)
 
@@ -129,7 +129,7 @@ def during(method: str, *, behind: bool = False) -> Plant:
 
         def launched(batch: Any) -> Any:
             now.clear()
-            now.update(names(batch.shares))
+            now.update(names(batch.entries))
             return launch(batch)
 
         def spoilt(*args: Any, **kwargs: Any) -> Any:
@@ -164,7 +164,7 @@ def in_read(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
 
     def launched(batch: Any) -> Any:
         pending = launch(batch)
-        if "bad" in names(batch.shares):
+        if "bad" in names(batch.entries):
             pending.read = lambda: 1 / 0
         return pending
 

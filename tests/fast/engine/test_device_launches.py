@@ -64,7 +64,7 @@ def test_a_decode_step_replays_a_graph_for_each_forward_and_kind_of_draw_and_cop
             continue
         drafts = [batch.num_drafting > 0 for batch in launched]
         draws = [
-            len({kind for share in batch.decodes if (kind := kind_of(share.seq.request.sampling, 1))})
+            len({kind for entry in batch.decodes if (kind := kind_of(entry.seq.request.sampling, 1))})
             for batch in launched
         ]
         assert inside["replays"] == len(launched) + sum(drafts) + sum(draws)

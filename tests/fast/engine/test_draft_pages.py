@@ -224,7 +224,7 @@ def test_what_is_not_finite_is_scrubbed_from_the_drafts_pages_too(tmp_path):
     reused, launch = set[int](), core.launch
 
     def noted(batch: Any) -> Any:
-        reused.update(page for share in batch.shares for page in held(share.seq))
+        reused.update(page for entry in batch.entries for page in held(entry.seq))
         pending = launch(batch)
         clean = list(own & reused)
         assert all(part[clean].isfinite().all() for kv in core.runner.pools[1].layers for part in (kv.k, kv.v))

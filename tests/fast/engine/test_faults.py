@@ -257,7 +257,7 @@ def test_several_that_raise_at_once_are_all_dropped(pair: Pair, monkeypatch: pyt
     build = Layout.build
 
     def spoilt(layout: Layout, batch: Any) -> Any:
-        if any(name.startswith("bad") for name in names(batch.shares)):
+        if any(name.startswith("bad") for name in names(batch.entries)):
             raise Planted
         return build(layout, batch)
 

@@ -111,7 +111,7 @@ def test_who_needs_the_host_is_waited_for(lucky: Pair, asked: dict[str, Any]):
     engine = overlapping(lucky)
     log = Log(engine.core)
     run = Run(engine, mine).to_the_end()
-    both = [n for n, batch in enumerate(log.batches) if len(batch.shares) == 2]
+    both = [n for n, batch in enumerate(log.batches) if len(batch.entries) == 2]
     assert log.overlapped and not set(both) & set(log.overlapped)
     assert run.texts == undisturbed(eager(lucky), mine)
 
@@ -124,7 +124,7 @@ def test_where_graphs_hold_no_draws_they_are_waited_for(lucky: Pair, monkeypatch
     engine = overlapping(lucky)
     log = Log(engine.core)
     run = Run(engine, mine).to_the_end()
-    both = [n for n, batch in enumerate(log.batches) if len(batch.shares) == 2]
+    both = [n for n, batch in enumerate(log.batches) if len(batch.entries) == 2]
     assert log.overlapped and not set(both) & set(log.overlapped)
     assert run.texts == expected
 
@@ -137,8 +137,8 @@ def test_who_is_sure_to_end_is_not_launched_again(lucky: Pair):
     log = Log(engine.core)
     short, long = (Request(name, (1, 2, 3), most, speculate=False) for name, most in (("short", 4), ("long", 12)))
     Run(engine, [short, long]).to_the_end()
-    assert sum("short" in names(batch.shares) for batch in log.batches) == 4
-    assert sum("long" in names(batch.shares) for batch in log.batches) == 12
+    assert sum("short" in names(batch.entries) for batch in log.batches) == 4
+    assert sum("long" in names(batch.entries) for batch in log.batches) == 12
 
 
 # Sequences that come and end

@@ -538,9 +538,9 @@ def test_a_sequence_that_is_read_again_is_counted_again(tmp_path, make: Callable
 
         def once() -> Any:
             result = read()
-            (share,), (accepted,) = batch.sampling or [None], result.num_accepted or [0]
-            if accepted and not spoilt_at and (share.seq.num_tokens - 1) % 16 == 0:
-                spoilt_at.append(share.seq.num_tokens)
+            (entry,), (accepted,) = batch.sampling or [None], result.num_accepted or [0]
+            if accepted and not spoilt_at and (entry.seq.num_tokens - 1) % 16 == 0:
+                spoilt_at.append(entry.seq.num_tokens)
                 result.tokens[0][accepted] = NOT_FINITE
             return result
 

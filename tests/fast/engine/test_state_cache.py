@@ -141,7 +141,7 @@ def test_a_prompt_that_fails_between_its_chunks_gives_the_spare_slot_back(pair, 
     launch = engine.core.launch
 
     def fails(batch: Any) -> Any:
-        if "bad" in names(batch.shares):
+        if "bad" in names(batch.entries):
             raise Planted
         return launch(batch)
 

@@ -123,7 +123,7 @@ def check(inputs: StepInputs, batch: Batch, page_size: int, block_size: int) -> 
     request_ids: list[str] = []
     anchors: list[int] = []
     token_source: list[int] = []
-    num_rows = sum(share.count for share in batch.shares)
+    num_rows = sum(entry.count for entry in batch.entries)
     for rows in batch.decodes + batch.prefills:
         seq, request = rows.seq, rows.seq.request
         if rows.needs_logits:
@@ -227,7 +227,7 @@ def test_padding_leaves_real_rows_alone_and_keeps_the_contract(drawn, more_seqs,
 @given(batches(), st.integers(0, 5), st.integers(2, 40), st.integers(0, 1))
 def test_chunks_in_a_graph_have_their_own_rows_and_choices_after_their_last_ones(drawn, more_seqs, max_graphs, spare):
     batch, page_size, block_size = drawn
-    batch.block_rows, num_seqs = block_size, len(batch.shares)
+    batch.block_rows, num_seqs = block_size, len(batch.entries)
     sizes = settle_graph_sizes(num_seqs + more_seqs, block_size, max_graphs, draft_graphs=True, spare=spare)
     eager = Layout(page_size, separate_prefill=False, host_positions=True)
     inputs, step = eager.build(batch), replace(eager, graphs=sizes).build(batch)

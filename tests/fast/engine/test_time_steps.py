@@ -179,9 +179,9 @@ def test_timed_steps_stay_within_the_positions_of_a_sequence(page_size: int, max
     As in `--page-size 128 --max-model-len 160 --max-num-batched-tokens 129`."""
     sizes = Sizes(16, max_model_len, max_num_seqs=8, max_num_batched_tokens=129, page_size=page_size)
     batch = made_up(Shape(8, 8, 16, 16), sizes)
-    assert max(share.end for share in batch.shares) <= max(sizes.padded_len, sizes.max_num_batched_tokens)
-    assert all(share.end <= len(share.seq.pages) * page_size for share in batch.shares)
-    assert max(len(share.seq.pages) for share in batch.shares) <= max(sizes.pages_per_sequence, 2)
+    assert max(entry.end for entry in batch.entries) <= max(sizes.padded_len, sizes.max_num_batched_tokens)
+    assert all(entry.end <= len(entry.seq.pages) * page_size for entry in batch.entries)
+    assert max(len(entry.seq.pages) for entry in batch.entries) <= max(sizes.pages_per_sequence, 2)
 
 
 def test_the_widest_step_that_is_measured_draws_with_penalties(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ def watch(engine: Engine) -> None:
     def watched(batch: Batch) -> Any:
         scheduler.check()
         untouchable = protected(scheduler)
-        for share in batch.shares:
-            end = max(share.end, share.start + engine.sizes.block_size) if share.num_drafts else share.end
-            written = set(share.seq.pages[share.start // size : (end - 1) // size + 1])
+        for entry in batch.entries:
+            end = max(entry.end, entry.start + engine.sizes.block_size) if entry.num_drafts else entry.end
+            written = set(entry.seq.pages[entry.start // size : (end - 1) // size + 1])
             assert written and not written & untouchable
         runner.forward.pending_context.write()  # a plain stretch may have left some to be written
         before = kept(untouchable)

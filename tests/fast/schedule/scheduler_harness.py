@@ -169,14 +169,14 @@ class Harness:
         self.check_batch(batch)
         self.write_draft_blocks(batch)
         result = StepResult([], [])
-        for share in batch.shares:
-            self.run_rows(share, accept(share) if share.num_drafts else 0, result)
-        full = {share.seq.request.request_id: share.start // self.page_size for share in batch.shares}
-        owned = {share.seq.request.request_id: share.seq.pages[:] for share in batch.shares}
+        for entry in batch.entries:
+            self.run_rows(entry, accept(entry) if entry.num_drafts else 0, result)
+        full = {entry.seq.request.request_id: entry.start // self.page_size for entry in batch.entries}
+        owned = {entry.seq.request.request_id: entry.seq.pages[:] for entry in batch.entries}
         deltas = self.scheduler.commit(batch, result)
-        for share in batch.shares:
-            request_id = share.seq.request.request_id
-            self.cache_full_pages(share.seq, full[request_id], owned[request_id])
+        for entry in batch.entries:
+            request_id = entry.seq.request.request_id
+            self.cache_full_pages(entry.seq, full[request_id], owned[request_id])
         self.check_deltas(batch, before, deltas)
         self.check_between_steps()
         return batch, {delta.request_id: delta for delta in deltas}
@@ -330,11 +330,11 @@ class Harness:
     def check_batch(self, batch: Batch) -> None:
         scheduler = self.scheduler
         assert batch, "there is work and nothing runs"
-        assert sum(share.count for share in batch.shares) <= self.budget
+        assert sum(entry.count for entry in batch.entries) <= self.budget
         assert len(scheduler.running) <= scheduler.max_num_seqs
         self.scheduler.check()
 
-        in_batch = [share.seq for share in batch.shares]
+        in_batch = [entry.seq for entry in batch.entries]
         assert len(set(map(id, in_batch))) == len(in_batch), "a sequence runs twice"
         assert {id(seq) for seq in in_batch} <= {id(seq) for seq in scheduler.running}
         assert scheduler.running[0] in in_batch, "the oldest does not get on"
@@ -353,7 +353,7 @@ class Harness:
             assert rows.start == rows.seq.num_computed and rows.end <= rows.seq.num_tokens
             assert rows.needs_logits == (rows.end == rows.seq.num_tokens)
 
-        left = self.budget - sum(share.count for share in batch.shares)
+        left = self.budget - sum(entry.count for entry in batch.entries)
         if left:  # no waiting sequence could have run
             assert len(in_batch) == len(scheduler.running)
             assert all(rows.needs_logits for rows in batch.prefills)
@@ -363,9 +363,9 @@ class Harness:
             assert all(rows.needs_logits for rows in batch.prefills[:-1])
 
         written: set[int] = set()
-        for share in batch.shares:
-            for position in range(share.start, share.end):
-                slot = self.slot(share.seq, position)
+        for entry in batch.entries:
+            for position in range(entry.start, entry.end):
+                slot = self.slot(entry.seq, position)
                 assert slot not in written, f"two target rows write slot {slot}"
                 written.add(slot)
         self.check_own(written)
@@ -381,7 +381,7 @@ class Harness:
 
     def check_deltas(self, batch: Batch, before: dict[str, tuple[int, int]], deltas: list[TokenDelta]) -> None:
         assert [d.request_id for d in deltas] == [
-            share.seq.request.request_id for share in batch.shares if share.needs_logits
+            entry.seq.request.request_id for entry in batch.entries if entry.needs_logits
         ]
         for delta in deltas:
             scripted = self.live[delta.request_id]
@@ -399,9 +399,9 @@ class Harness:
             if delta.finish_reason:
                 assert delta.steps[0].n_verified <= len(delta.token_ids), "drafts behind the end are counted"
                 self.done[delta.request_id] = self.live.pop(delta.request_id)
-        for share in batch.shares:
-            n, computed = before[share.seq.request.request_id]
-            assert share.seq.num_computed > computed or share.seq.num_tokens > n
+        for entry in batch.entries:
+            n, computed = before[entry.seq.request.request_id]
+            assert entry.seq.num_computed > computed or entry.seq.num_tokens > n
         assert self.scheduler.prefix_cache_hits == sum(self.num_cached.values())
         assert self.scheduler.prefix_cache_queries == (self._num_queried if self.prefix_caching else 0)
 

@@ -271,7 +271,7 @@ def test_without_prefix_caching_nothing_is_found_hashed_or_counted(monkeypatch: 
     prompt = list(range(3 * PAGE))
     for _ in range(3):
         harness.add(len(prompt), 4, begins=prompt)
-    assert len(harness.step()[0].shares) > 1, "equal prompts do not wait for one another"
+    assert len(harness.step()[0].entries) > 1, "equal prompts do not wait for one another"
     harness.drain()
     assert harness.scheduler.prefix_cache_queries == harness.scheduler.prefix_cache_hits == harness.pages_found == 0
 
@@ -283,7 +283,7 @@ def test_a_request_waits_while_its_next_page_is_filled_and_then_shares_it():
     harness = cached_harness(spare_rows=40)
     prompt = list(range(10))
     requests = [harness.add(10, 12, begins=prompt) for _ in range(3)]
-    assert [share.seq.request.request_id for share in harness.step()[0].shares] == requests[:1]
+    assert [entry.seq.request.request_id for entry in harness.step()[0].entries] == requests[:1]
     batch, _ = harness.step()
     assert [(rows.start, rows.count) for rows in batch.prefills] == [(8, 2), (8, 2)]
     shared = [harness.sequence(request).pages[:2] for request in requests]
@@ -297,7 +297,7 @@ def test_no_sequence_overtakes_one_that_waits_for_a_page():
     prompt = list(range(10))
     first, second = harness.add(10, 3, begins=prompt), harness.add(10, 3, begins=prompt)
     third = harness.add(2, 3)
-    ran = [[share.seq.request.request_id for share in harness.step()[0].prefills] for _ in range(2)]
+    ran = [[entry.seq.request.request_id for entry in harness.step()[0].prefills] for _ in range(2)]
     assert ran == [[first], [second, third]]
     harness.drain()
 

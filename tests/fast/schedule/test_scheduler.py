@@ -74,7 +74,7 @@ def test_no_more_sequences_run_than_allowed():
     harness = Harness(max_num_seqs=2, spare_rows=50, spare_pages=50)
     for _ in range(3):
         harness.add(2, 3)
-    assert len(harness.step()[0].shares) == 2
+    assert len(harness.step()[0].entries) == 2
     assert (len(harness.scheduler.running), len(harness.scheduler.waiting)) == (2, 1)
     harness.drain()
 
@@ -83,7 +83,7 @@ def test_admission_stops_when_pages_run_out_and_no_sequence_overtakes():
     harness = Harness(page_size=4, block_size=4, max_model_len=32, max_num_seqs=4, spare_rows=80)  # 10 pages
     harness.add(24, 2), harness.add(24, 2), harness.add(1, 2)  # 7 pages, 7 pages, 1 page
     batch, _ = harness.step()
-    assert [share.seq.arrival for share in batch.shares] == [0]
+    assert [entry.seq.arrival for entry in batch.entries] == [0]
     assert harness.pool.num_free == 3
     assert [seq.arrival for seq in harness.scheduler.waiting] == [1, 2]
     harness.drain()
@@ -404,7 +404,7 @@ def test_who_is_preempted_by_anothers_start_does_not_start_over_itself(monkeypat
     batch = scheduler.schedule()
     scheduler.commit(batch, StepResult([[NOT_FINITE] * 4] * 2, [0, 0]))
     assert started == [older] and not newer.pages and not newer.cacheable
-    assert [share.seq for share in batch.shares if share.is_live] == [older]
+    assert [entry.seq for entry in batch.entries if entry.is_live] == [older]
 
 
 # Waiting sequences
@@ -425,7 +425,7 @@ def test_a_very_long_prompt_costs_others_no_step(prefix_caching):
         batch, deltas = harness.step(lambda rows: 0)
         steps += 1
         assert set(decoding) <= set(deltas)
-        assert sum(share.count for share in batch.shares) <= harness.budget
+        assert sum(entry.count for entry in batch.entries) <= harness.budget
     rows_left = harness.budget - (1 + 4 + 4)
     assert steps == -(-350 // rows_left), "and it gets all the rows that are left"
     harness.drain()
