@@ -13,14 +13,14 @@ Array = NDArray[Any]
 
 
 def arrays(record: Any) -> dict[str, Array]:
-    """Return the arrays of a record, or of a list of records, by name. Those of records in it have dotted names."""
-    found: dict[str, Array] = {}
-    with_arrays(record, found.setdefault)
-    return found
+    """Return the arrays of a record, or of a list of records, by name. Arrays of nested records have dotted names."""
+    by_name: dict[str, Array] = {}
+    with_arrays(record, by_name.setdefault)
+    return by_name
 
 
 def with_arrays(record: R, other: Callable[[str, Any], Any], prefix: str = "") -> R:
-    """Return the record with each array replaced by `other(name, array)`, where names are those of `arrays`.
+    """Return the record with each array replaced by `other(name, array)`, with names as in `arrays`.
 
     Records are dataclasses with slots, and other fields are kept.
     """

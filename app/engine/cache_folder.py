@@ -1,7 +1,7 @@
-"""Code that g++ made, which a start leaves for the next one in folders of the user.
+"""Folders of the user in which compiled code is kept for the next start.
 
-A kept file is called NAME-HASH.KIND, where the hash is of all that decides its content. Code is loaded from these
-folders, so they must belong to this user only.
+A kept file is called NAME-HASH.KIND, where the hash is of everything that decides its content. Code is loaded from
+these folders, so they must belong to this user only.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ _KEPT = re.compile(r"(\w+)-[0-9a-f]{16}\.\w+")
 
 @contextlib.contextmanager
 def cache(name: str) -> Iterator[Path]:
-    """Yield the folder of one kind of files, and remove what it keeps no longer at the end.
+    """Yield the folder of one kind of files, and evict the oldest files at the end.
 
-    Where the user's folder cannot be used safely, it is a new one that is removed at the end. So no code of another
-    user is ever taken.
+    Where the user's folder cannot be used safely, a temporary one is used instead, so code of another user is never
+    loaded.
     """
     with contextlib.ExitStack() as stack:
-        folder = own_folder(name)
+        folder = user_folder(name)
         if folder is None:
             logger.info("no %s are kept: set XDG_CACHE_HOME to a writable folder of this user only", name)
             folder = Path(stack.enter_context(work_folder(None)))
@@ -41,7 +41,7 @@ def cache(name: str) -> Iterator[Path]:
         yield folder
 
 
-def own_folder(name: str) -> Path | None:
+def user_folder(name: str) -> Path | None:
     """Return the user's folder, made if it is missing, or None where another user could put files into it."""
     with contextlib.suppress(OSError, RuntimeError):  # a user may have no home
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-server" / name
@@ -54,17 +54,17 @@ def own_folder(name: str) -> Path | None:
 
 
 def work_folder(folder: Path | None) -> tempfile.TemporaryDirectory[str]:
-    """Return a new folder for unfinished files, inside of `folder`. A later start removes that of a killed process."""
+    """Return a temporary folder for unfinished files in `folder`. A later start removes that of a killed process."""
     return tempfile.TemporaryDirectory(dir=folder, prefix=_WORK, ignore_cleanup_errors=True)
 
 
 def _owners_above(folder: Path) -> set[int]:
-    """Return the users that could put another folder in its place."""
+    """Return the users that could replace this folder by another."""
     return {path.stat().st_uid for path in folder.resolve().parents}
 
 
 def _tidy(folder: Path) -> None:
-    """Remove what processes that were killed left, and of each name all files but those that were used last."""
+    """Remove what killed processes left, and all but the last used files of each name."""
     last_used: dict[str, list[tuple[float, Path]]] = defaultdict(list)
     with contextlib.suppress(OSError):  # another process may remove the same files
         for path in folder.iterdir():

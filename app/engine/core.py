@@ -55,7 +55,7 @@ class EngineCore:
         self.scheduler.abort(request_id)
 
     def flush_cache(self) -> None:
-        """Forget all cached prefixes."""
+        """Evict all cached prefixes."""
         self.scheduler.flush_cache()
 
     def step(self) -> StepOutput:
@@ -64,7 +64,8 @@ class EngineCore:
         Schedule and launch it, unless it is in flight already. With `overlap` schedule and launch the next one. Then
         read this one. Raises an error that no sequence is to blame for.
         """
-        ahead, self.in_flight, waits_for = self.in_flight, None, ""
+        ahead, self.in_flight = self.in_flight, None
+        waits_for = ""
         self.scheduler.has_progress = False
         if ahead and ahead.batch.has_live_rows:
             started = self._ended  # the device began it as it ended the previous one
@@ -85,8 +86,8 @@ class EngineCore:
         """Queue a step on the device. The runner gets arrays only."""
         if any(slots := self.scheduler.to_scrub):
             self.runner.scrub(slots)
-            for own in slots:
-                own.clear()
+            for numbers in slots:
+                numbers.clear()
         return self.runner.launch(self.runner.layout.build(batch)) if batch else no_rows()
 
     def _launch_after(self, batch: Batch) -> tuple[Launched | None, str]:
@@ -111,10 +112,11 @@ class EngineCore:
     ) -> StepOutput:
         """Return the step's output. The policy learns the time of a step that did not fail."""
         self._ended = time.perf_counter()
-        scheduler, seconds = self.scheduler, self._ended - started
+        scheduler = self.scheduler
+        seconds = self._ended - started
         if batch.decodes and not has_failed:
-            work = len(batch.decodes), batch.num_drafting, batch.block_rows, batch.num_drafts
-            scheduler.policy.record_time(*work, 1000 * seconds, prefilled=bool(batch.prefills))
+            shape = len(batch.decodes), batch.num_drafting, batch.block_rows, batch.num_drafts
+            scheduler.policy.record_time(*shape, 1000 * seconds, prefilled=bool(batch.prefills))
         if scheduler.last_fault:
             deltas = self.faults.end_step(deltas)
         stats = scheduler.stats(batch, seconds, waits_for)

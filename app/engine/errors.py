@@ -1,4 +1,4 @@
-"""Mistakes of a user at start-up, and errors in a line."""
+"""Mistakes of a user at startup, and one-line texts of errors."""
 
 from app.config.error import ConfigError
 

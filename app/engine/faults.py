@@ -1,4 +1,4 @@
-"""Steps that fail: their batches run again in parts, down to the sequence that is to blame."""
+"""Steps that fail: a batch runs again in halves, down to the sequence that is to blame."""
 
 import logging
 from collections.abc import Callable
@@ -16,7 +16,7 @@ MAX_FAULTS_IN_ROW = 3
 
 
 class Faults:
-    """The ways to go on after a step that failed.
+    """Recovery from a step that failed.
 
     A sequence that raises when no other one runs with it is dropped. Nothing of a step counts before its commit,
     because the next step writes the same slots. So a batch that fails is rolled back and runs again in halves.
@@ -92,7 +92,7 @@ class Faults:
 
 
 def _live(entries: list[ScheduledSequence]) -> list[ScheduledSequence]:
-    """Return the entries that still count, as they are with nothing in flight."""
+    """Return the live entries, with their starts as if nothing were in flight."""
     return [
         replace(entry, start=entry.seq.num_computed, prev_row=-1, max_accepted=0) for entry in entries if entry.is_live
     ]

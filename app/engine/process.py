@@ -20,8 +20,7 @@ import zmq
 
 from app import log, wire
 from app.config.engine import EngineConfig
-from app.engine.dflash.acceptance import Acceptance
-from app.engine.dflash.startup_log import report
+from app.engine.dflash.report import Acceptance, report
 from app.engine.errors import UnsupportedError, last_words
 from app.engine.host_cores import use_own_cores
 from app.engine.load.engine import Engine, build_engine
@@ -62,7 +61,7 @@ class Link:
         self._replies.send(self._encoder.encode(reply))
 
     def receive(self, wait_ms: int | None) -> list[wire.Command | Unreadable]:
-        """Return all commands that have come. The first is waited for, and with None it comes.
+        """Return all commands that have come. Wait up to `wait_ms` for the first one, or with None without limit.
 
         Raises msgspec.DecodeError for a command that cannot be read and names no request.
         """
@@ -76,7 +75,7 @@ class Link:
         return commands
 
     def close(self) -> None:
-        """Deliver what was sent, then let go."""
+        """Deliver what was sent, then close the sockets."""
         zmq.Context.instance().destroy(linger=1000)
 
 
@@ -126,7 +125,7 @@ def _end(replies: str, reason: str) -> None:
 def serve(link: Link, engine: Engine) -> None:
     """Take commands, and step while there is work with one reply a step, until Shutdown.
 
-    With `--log-level debug` the books of sequences, pages and states are checked whenever the work ends.
+    With `--log-level debug` the invariants of sequences, pages and states are checked whenever the engine is idle.
     """
     core, acceptance = engine.core, Acceptance()
     while True:
@@ -163,7 +162,7 @@ def _idle(link: Link, engine: Engine, *deltas: TokenDelta) -> wire.Stepped:
 
 
 def _add(engine: Engine, request: Request) -> TokenDelta | None:
-    """Add a request. Return its last delta if it cannot run, because other requests must not suffer from it."""
+    """Add a request. Return its last delta if it cannot run: other requests must go on."""
     try:
         engine.core.add(request)
     except ValueError as error:

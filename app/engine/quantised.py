@@ -1,4 +1,4 @@
-"""A quantised weight, in the one shape that all formats are read into."""
+"""A quantised weight, in the one form that all formats are converted to."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from app.messages import Request
 
 NOT_FINITE = -1
-"""Stands for a token whose logits are not finite."""
+"""In place of a token whose logits are not finite."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +28,7 @@ class Sequence:
     draft_pages: "array[int]" = field(default_factory=lambda: array("i"))  # of a draft with separate pages
     first_draft_page: int = 0  # index, in a sequence's pages, of the first of `draft_pages`
     num_cached: int | None = None  # prompt tokens on cached pages at the first admission
-    num_found: int = 0  # tokens on cached pages at the last admission
+    num_reused: int = 0  # tokens on cached pages at the last admission
     state_slot: int = 0  # slot of its recurrent state; 0 is none, here and below
     next_state_slot: int = 0  # gets the state after the rows that run now
     split_slot: int = 0  # gets the state in the middle of these rows

@@ -21,8 +21,8 @@ def verify(
     `choices` [R] int64 is the target's choice after each logit row. Sequence i has the rows logits_start[i] ..
     logits_start[i] + num_drafts[i], int32 [S]. `drafts` [D, columns] int32 has the drafts of sequence i in row
     draft_index[i], or in any row if it has none. Returns [S, w + 1] int64: the choices of a sequence padded with
-    repeats, then its number of accepted drafts. w is the columns and one more, or 1 without drafts. It is written to
-    `out` if that is given.
+    repeats, then its number of accepted drafts. w is columns + 1, or 1 without drafts. It is written to `out` if that
+    is given.
     """
     if drafts is None:
         return torch.stack((choices[logits_start], torch.zeros_like(logits_start)), dim=1, out=out)

@@ -38,12 +38,12 @@ class ContextKv(nn.Module):
     def write(self, features: Tensor, rotation: Rotation, all_layers: LayerKv, slot_mapping: Tensor) -> None:
         """Write the context KV of features [T, layers * H], with `rotation` at the rows' positions.
 
-        The slots [T * layers] of `all_layers` are those of `KvPool.slots_in_all_layers`. A number that is not finite
-        becomes 0, so a bad feature costs acceptance, and leaves nothing on pages that other sequences get.
+        The slots [T * layers] of `all_layers` come from `KvPool.slots_in_all_layers`. A number that is not finite
+        becomes 0, so a bad feature only costs acceptance, and leaves no NaN on pages that other sequences get.
         """
-        backend, eps = self._backend, self._eps
-        of = self.fc, self.hidden_norm, self.kv, self.kv_bias, self.k_norm, eps
-        if backend.write_context(features, *of, rotation, all_layers, slot_mapping):
+        backend = self._backend
+        weights = self.fc, self.hidden_norm, self.kv, self.kv_bias, self.k_norm
+        if backend.write_context(features, *weights, self._eps, rotation, all_layers, slot_mapping):
             return
         context = backend.rms_norm(backend.linear(features, self.fc), self.hidden_norm, self._eps)
         context = context.nan_to_num(0.0, 0.0, 0.0)

@@ -21,11 +21,11 @@ def num_draft_pages(sizes: Any) -> int:
 
 
 class DraftPages:
-    """Pages of `pool`. A sequence holds those of its rows, and of the `window` tokens before them.
+    """Pages of `pool`. A sequence holds the pages of its rows, and of the `window` tokens before them.
 
     Its `draft_pages` are numbered like its pages, and 0 before `first_draft_page`. The pool has enough for all
-    sequences. Full pages are cached like the target's. Those before a window are reused first. If fewer are found than
-    a window has, the draft sees only the tokens on these.
+    sequences. Full pages are cached like the target's, and evicted first once they lie before a window. If fewer are
+    cached than a window takes, the draft sees only the tokens on these.
     """
 
     def __init__(self, num_pages: int, page_size: int, scratch_pages: int, window: int) -> None:
@@ -35,10 +35,10 @@ class DraftPages:
     def begin(self, seq: Sequence) -> None:
         """Give a new sequence the cached pages before its first row, as far back as its window goes."""
         size, end = self.pool.page_size, seq.num_computed // self.pool.page_size
-        found = self.pool.find(seq.digest(page, size) for page in range(end - 1, self._first(seq) - 1, -1))
-        self.pool.share(found)
-        seq.first_draft_page = end - len(found)
-        seq.draft_pages = array("i", [0] * seq.first_draft_page) + found[::-1]
+        cached = self.pool.find(seq.digest(page, size) for page in range(end - 1, self._first(seq) - 1, -1))
+        self.pool.share(cached)
+        seq.first_draft_page = end - len(cached)
+        seq.draft_pages = array("i", [0] * seq.first_draft_page) + cached[::-1]
 
     def move(self, seq: Sequence, filled: Iterable[int]) -> None:
         """Cache the pages with numbers `filled`, and release those that lie before the window."""

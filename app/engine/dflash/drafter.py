@@ -56,7 +56,7 @@ class DFlashDrafter:
     ) -> None:
         """Write the context KV of features [T, layers * H] of target rows at positions and slots [T].
 
-        `rotation` is that of the draft's RoPE at these positions, or None to look it up.
+        `rotation` is the draft's RoPE at these positions, or None to look it up.
         """
         slots = self.pool.slots_in_all_layers(slot_mapping)
         self.context.write(features, rotation or self.rotary.at(positions), self.pool.all_layers, slots)

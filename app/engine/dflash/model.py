@@ -20,17 +20,17 @@ from app.engine.models.weights import LayerSource, Weights, own_part
 class DFlashModel(nn.Module):
     """Layers with q and k norms over a block, plus `fc` and `hidden_norm` that turn features into context.
 
-    A draft that has its own embedding or lm_head keeps it, unless it is equal to the target's. Otherwise those of the
-    target serve (DFlash, arXiv 2602.06036). With `tie_word_embeddings` its own embedding is its lm_head, if the
-    checkpoint has no other.
-    `target_ids` [Vd] int32 are the target's tokens of the draft's, or None if both have one vocabulary.
-    Ranks of `layers_comm` share the layers and ranks of `comm` the lm_head, like those of the target.
+    An embedding or lm_head of the checkpoint is used, unless it is equal to the target's. Otherwise the draft borrows
+    the target's (DFlash, arXiv 2602.06036). With `tie_word_embeddings` the checkpoint's embedding is the lm_head too,
+    if it has no other.
+    `target_ids` [Vd] int32 maps the draft's tokens to the target's, or is None if both have one vocabulary.
+    The layers are sharded over the ranks of `layers_comm`, and the lm_head over those of `comm`, like the target's.
     """
 
     whole: Decode | None = None
     """Operator for all layers and the final norm, if the device has one."""
     mask_row: Tensor | None = None
-    """Embedding [H] of the rows behind the anchor, in place of the mask token's."""
+    """Embedding [H] of the rows after the anchor, instead of the mask token's."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class DFlashModel(nn.Module):
         self.hidden_norm = frozen(weights.get("hidden_norm.weight", hidden))
         sources = [LayerSource(i, decoder, weights, backend, comm=layers_comm) for i in range(decoder.num_layers)]
         group = config.conv_group
-        self.layers = nn.ModuleList(ConvolvedLayer(own, group) if group else DecoderLayer(own) for own in sources)
+        self.layers = nn.ModuleList(ConvolvedLayer(each, group) if group else DecoderLayer(each) for each in sources)
         self.norm = frozen(weights.get("norm.weight", hidden))
         self.embedding, self.lm_head = embedding, lm_head
         has_embedding = "embed_tokens.weight" in weights or hidden != config.target_hidden_size
@@ -63,8 +63,10 @@ class DFlashModel(nn.Module):
                 self.embedding = frozen(backend.pack_weight(self.embedding))
             self.lm_head = tied_head(self.embedding, comm)
         elif has_head or hidden != config.target_hidden_size:
-            own_rows = own_part(weights.get, "lm_head.weight", (config.draft_vocab_size // comm.size, hidden), comm, 0)
-            self.lm_head = _shared(backend.pack_weight(own_rows), lm_head)
+            local_rows = own_part(
+                weights.get, "lm_head.weight", (config.draft_vocab_size // comm.size, hidden), comm, 0
+            )
+            self.lm_head = _shared(backend.pack_weight(local_rows), lm_head)
         is_reduced = "d2t" in weights or config.draft_vocab_size != vocab
         self.target_ids = frozen(_target_ids(weights, config.draft_vocab_size, vocab)) if is_reduced else None
         self.path = PathHead(config, weights, backend, comm, self.in_target_vocabulary) if config.path else None
@@ -73,17 +75,18 @@ class DFlashModel(nn.Module):
         self._backend = backend
 
     def in_target_vocabulary(self, drafts: Tensor) -> Tensor:
-        """Return the target's tokens for those of the draft."""
+        """Return drafts as tokens of the target's vocabulary."""
         return drafts if self.target_ids is None else self.target_ids[drafts]
 
     def forward(self, embedded: Tensor, rows: StepRows, pool: KvPool) -> Tensor:
         """Return the hidden states after the final norm [D * b, H] of embedded blocks [D * b, H].
 
-        Attention reads the context's K and V in the pool. The block's own are written past it, where the context grows.
+        Attention reads the context's K and V in the pool. The block's are written after it, where the context grows.
         """
-        of_rows = rows.rotation, rows.slot_mapping, rows.groups
-        if self.whole and (found := self.whole(embedded, *of_rows, pool.all_layers)):
-            return found[0]
+        if self.whole:
+            result = self.whole(embedded, rows.rotation, rows.slot_mapping, rows.groups, pool.all_layers)
+            if result:
+                return result[0]
         hidden, residual = embedded, None
         for layer, kv in zip(self.layers, pool.layers, strict=True):
             hidden, residual = layer.forward(*layer.enter(hidden, residual), rows, kv)
@@ -95,8 +98,8 @@ def read_mask_row(folder: Path, draft: DFlashConfig, like: Tensor) -> Tensor | N
     if not (file := folder / "mask_embedding.pt").exists():
         return None
     try:
-        found = torch.load(file, weights_only=True, map_location=like.device)
-        row, token = found["embedding"].flatten().to(like.dtype), found["mask_token_id"]
+        saved = torch.load(file, weights_only=True, map_location=like.device)
+        row, token = saved["embedding"].flatten().to(like.dtype), saved["mask_token_id"]
     except Exception as error:  # of unpickling, of the archive, or of another object
         raise UnsupportedError(f"{file} cannot be read: {error!r}") from None
     if token != draft.mask_token_id or len(row) != len(like):
@@ -105,13 +108,14 @@ def read_mask_row(folder: Path, draft: DFlashConfig, like: Tensor) -> Tensor | N
     return cast(Tensor, row)
 
 
-def _shared(own: Tensor, of_target: nn.Parameter) -> nn.Parameter:
-    """Return the target's weight if the draft's is the same, and the draft's memory is given back."""
-    return of_target if own.shape == of_target.shape and torch.equal(own, of_target) else frozen(own)
+def _shared(weight: Tensor, target_weight: nn.Parameter) -> nn.Parameter:
+    """Return the target's weight if the draft's is equal, so that the draft's memory is freed."""
+    is_equal = weight.shape == target_weight.shape and torch.equal(weight, target_weight)
+    return target_weight if is_equal else frozen(weight)
 
 
 def _target_ids(weights: Weights, draft_vocab: int, vocab: int) -> Tensor:
-    """Return the target's tokens [Vd] int32 of the draft's, by their distances `d2t`. `t2d` [V] marks the same."""
+    """Return the target's token [Vd] int32 of each draft token, by its distance `d2t`. `t2d` [V] marks the same."""
     distances = weights.get("d2t", draft_vocab, dtype=torch.int64)
     ids = torch.arange(draft_vocab, device=distances.device) + distances
     first, last = int(ids.min()), int(ids.max())

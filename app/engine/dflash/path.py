@@ -1,6 +1,6 @@
 """A head that chooses drafts among the best tokens of each row: DFlash2's selector, and DSpark's Markov heads.
 
-Row t has candidates C_t with logits u_t. After the draft p of the row before, a candidate c scores
+Row t has candidates C_t with logits u_t. After the previous row's draft p, a candidate c scores
 u_t[c] + <P[p] * m_t, S[c]>. P and S are tables of the vocabulary, and m_t is made from the row's hidden state. The path
 takes the best candidate of each row, one after the other, from the anchor on.
 """
@@ -18,13 +18,13 @@ from app.engine.models.layers import frozen
 from app.engine.models.weights import Weights
 
 CHUNK = 128
-"""Logits of which first only the best is looked at."""
+"""Logits whose maximum is compared first, so that most of them are never sorted."""
 
 
 class PathHead(nn.Module):
     """The head of a `draft.path`. Shapes: D blocks, n drafts, k candidates, r the rank of the tables, H hidden size.
 
-    Ranks of `comm` share the lm_head. `in_target_vocabulary` is that of the draft model.
+    The lm_head is sharded over the ranks of `comm`. `in_target_vocabulary` is the draft model's method.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class PathHead(nn.Module):
             before = before * F.linear(hidden, self.projection)[:, :, None]
         elif self._path.kind == "gated":
             assert self.projection is not None
-            of_hidden, of_token = self.projection.split((hidden.shape[-1], self._path.rank), dim=1)
-            gate = F.linear(hidden, of_hidden, self.bias)[:, :, None] + F.linear(before, of_token)
+            for_hidden, for_token = self.projection.split((hidden.shape[-1], self._path.rank), dim=1)
+            gate = F.linear(hidden, for_hidden, self.bias)[:, :, None] + F.linear(before, for_token)
             before = before * gate.sigmoid()
         maps = (before @ after.mT + unary[:, :, None]).argmax(dim=-1)
         reach = 1
@@ -87,9 +87,10 @@ class PathHead(nn.Module):
         return tokens.gather(2, maps[:, :, :1])[..., 0]
 
     def _recur(self, hidden: Tensor, unary: Tensor, tokens: Tensor, after: Tensor, anchors: Tensor) -> Tensor:
-        """Return what `walk` does, with a state [D, r] that each draft changes, so row by row."""
+        """Return what `walk` does for a head whose state [D, r] changes with each draft, so row by row."""
         assert self.projection is not None
-        state, token, drafts = after.new_zeros(len(after), self._path.rank), anchors, []
+        state = after.new_zeros(len(after), self._path.rank)
+        token, drafts = anchors, []
         for row in range(tokens.shape[1]):
             before = F.embedding(token, self.predecessors).float()
             joint = F.linear(torch.cat((state, before, hidden[:, row]), 1), self.projection, self.bias)
@@ -101,20 +102,20 @@ class PathHead(nn.Module):
         return torch.stack(drafts, dim=1)
 
     def candidates(self, hidden: Tensor, lm_head: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits [R, k] fp32 of the best tokens of rows [R, H], in order, and the draft's ids of these.
+        """Return the k best logits [R, k] fp32 of rows [R, H], descending, and their ids in the draft's vocabulary.
 
-        Only chunks whose best is among the best can hold one of them. So the others are not sorted.
+        Only the chunks with the highest maxima can hold them, so the others are not sorted.
         """
         logits, k = self._backend.logits(hidden, lm_head), self._path.top_k
         num_rows, size = logits.shape
-        spare = 2 * k  # of equal ones at the edge any are taken; the lowest ids of these are kept
+        spare = 2 * k  # topk takes any of equal logits at the edge; the lowest ids of these are kept
         if size > spare * CHUNK:
             padded = F.pad(logits, (0, -size % CHUNK), value=-torch.inf) if size % CHUNK else logits
             chunks = padded.view(num_rows, -1, CHUNK)
             best = chunks.amax(dim=-1).topk(spare)[1]
             values = chunks.gather(1, best[:, :, None].expand(-1, -1, CHUNK)).flatten(1)
-            values, places = values.topk(spare)
-            ids = best.gather(1, places // CHUNK) * CHUNK + places % CHUNK
+            values, indices = values.topk(spare)
+            ids = best.gather(1, indices // CHUNK) * CHUNK + indices % CHUNK
         else:
             values, ids = logits.topk(min(spare, size))
         values = values.float()

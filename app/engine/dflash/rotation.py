@@ -1,7 +1,7 @@
 """Drafts of a target whose residual stream is rotated (QuaRot, arXiv 2404.00456): its rows are h Q instead of h.
 
 The embedding in its files is E Q, and its head is W diag(gamma) Q, into which the last norm's gamma was folded. A draft
-was trained on h. So its fc becomes fc Q for each tap, and what it borrows is turned back.
+was trained on h. So its fc becomes fc Q for each tap, and a borrowed embedding or head is rotated back.
 """
 
 from collections.abc import Callable
@@ -53,8 +53,8 @@ def turned_back(
 ) -> tuple[nn.Parameter, nn.Parameter]:
     """Return the target's embedding [V, H] and this rank's rows of its head as a draft was trained with them.
 
-    A draft borrows what it has not. `open_original` gets the file of the original that holds the last norm. Raises
-    UnsupportedError if the original of a borrowed head is not given.
+    Only what the draft's checkpoint lacks is changed. `open_original` gets the file of the original that holds the last
+    norm. Raises UnsupportedError if the original of a borrowed head is not given.
     """
     borrows = draft.decoder.hidden_size == draft.target_hidden_size
     if borrows and "embed_tokens.weight" not in weights:

@@ -19,7 +19,7 @@ from app.engine.device.factory import found_device, make_backend
 from app.engine.dflash.draft_pages import DraftPages, num_draft_pages
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.dflash.model import DFlashModel
-from app.engine.dflash.startup_log import log_draft
+from app.engine.dflash.report import log_draft
 from app.engine.errors import UnsupportedError
 from app.engine.load.loader import OpenWeights, SafetensorsWeights
 from app.engine.load.made_up_steps import measure_costs, step_memory
@@ -33,8 +33,7 @@ from app.engine.models.rope import RotaryTable
 from app.engine.models.state_pool import StatePool
 from app.engine.models.target import Target
 from app.engine.sampling.penalties import TokenCounts
-from app.engine.sampling.sampler import Sampler
-from app.engine.sampling.sharded import ShardedSampler
+from app.engine.sampling.sampler import Sampler, ShardedSampler
 from app.engine.schedule.cache_events import CacheEvents
 from app.engine.schedule.policy import Policy
 from app.engine.schedule.scheduler import Scheduler

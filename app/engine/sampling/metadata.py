@@ -12,12 +12,11 @@ SHORTLIST = 128
 
 
 class Kind(NamedTuple):
-    """Work that rows need in addition to argmax: filters of a form, "" for none, and penalties. Rows `by_host`, which
-    may have additions or a "long" form, are in no graph."""
+    """Work that rows need in addition to argmax."""
 
-    filters: str
+    filters: str  # form of the filters, "" for none
     penalised: bool
-    by_host: bool = False
+    by_host: bool = False  # never in a graph: it may have additions or filters of the "long" form
 
 
 GRAPH_KINDS = [Kind(filters, penalised) for filters in ("", "short", "open") for penalised in (False, True)]
@@ -45,7 +44,7 @@ class CountedTokens(NamedTuple):
 
 @dataclass(slots=True)
 class LogitBias(Generic[A]):
-    """Values [M] fp32 that are added to the logits of `rows` [M] and `tokens` [M]."""
+    """Values [M] fp32 that are added to the logits of `rows` [M] at `tokens` [M]."""
 
     rows: A
     tokens: A
@@ -54,56 +53,44 @@ class LogitBias(Generic[A]):
 
 @dataclass(slots=True)
 class Filters(Generic[A]):
-    """Filters of N rows, fp32 [N]. `top_k` and `top_p` inf and `min_p` 0 keep all tokens.
+    """Filters of N rows, fp32 [N]."""
 
-    In the `form` "short" every top-k is at most SHORTLIST, so the SHORTLIST best tokens hold all that any row keeps. In
-    "open" every top-k is inf.
-    """
-
-    top_k: A
-    top_p: A
-    min_p: A
+    top_k: A  # inf keeps all tokens
+    top_p: A  # likewise
+    min_p: A  # 0 keeps all tokens
     form: str = "long"
+    """In "short" every top-k is at most SHORTLIST, so the SHORTLIST best tokens hold all that any row keeps. In "open"
+    every top-k is inf."""
 
 
 @dataclass(slots=True)
 class Penalties(Generic[A]):
-    """Penalties of N rows: `presence`, `frequency` and `repetition` fp32 [N].
+    """Penalties of N rows of a step with S sequences."""
 
-    A row comes after the first `place` [N] drafts of its sequence, which are in row `draft_index` [N] of the step's.
-    `batch_slot` [N] is the sequence's row in counts. `counted_in` [S] is that of each sequence of the step's result, -1
-    if it is not counted. On the device `seen` has counts of `counted`: [batch slots, V] int32, how often each token is
-    in the answer, and [batch slots, V] bool, true for tokens of the prompt; and the step's drafts [D, columns] or None.
-    """
-
-    presence: A
+    presence: A  # fp32 [N], like the next two
     frequency: A
     repetition: A
-    batch_slot: A
-    place: A
-    draft_index: A
-    counted_in: A
+    batch_slot: A  # [N], the sequence's row in the counts
+    num_before: A  # [N], drafts of the sequence that come before the row
+    draft_index: A  # [N], the sequence's row in the step's drafts
+    counted_in: A  # [S], the batch slot of each sequence of the step's result, -1 if it is not counted
     counted: list[CountedTokens]
     seen: tuple[A, A, A | None] | None = None
+    """On the device: how often each token is in the answer, [batch slots, V] int32; which tokens the prompt has,
+    [batch slots, V] bool; and the step's drafts [D, columns], if any."""
 
 
 @dataclass(slots=True)
 class SamplingMetadata(Generic[A]):
-    """The logit rows `rows` [N] of a step that need the same kind of work.
-
-    `temperature` [N] fp32 is 1 for greedy rows, and `state` [N] seeds the noise. In a graph it is the request's key,
-    and positions, which are the device's, make a state of it. There `rows` may be repeated. `drawn` [N] is 0 for greedy
-    rows, and None if there are none. `additions` count these N rows from 0. A field is None if no row needs it.
-    Integers are int32.
-    """
+    """N logit rows of a step that need the same kind of work. Integers are int32. None where no row needs it."""
 
     kind: Kind
-    rows: A
-    temperature: A
-    state: A
-    drawn: A | None = None
+    rows: A  # [N], numbers of logit rows. In a graph they may be repeated
+    temperature: A  # [N] fp32, 1 for greedy rows
+    state: A  # [N], seeds the noise. In a graph it is the request's key, and the device mixes positions into it
+    drawn: A | None = None  # [N], 0 for greedy rows
     filters: Filters[A] | None = None
-    additions: LogitBias[A] | None = None
+    additions: LogitBias[A] | None = None  # its rows are indices of these N
     penalties: Penalties[A] | None = None
     in_graph: bool = False
 

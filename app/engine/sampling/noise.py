@@ -1,7 +1,7 @@
 """Hash of the sampler's noise, on host numbers. Imports no torch, because step inputs need none.
 
 A token's noise is a hash of (the request's seed, the index of the token drawn, the token). It has 32-bit integers only,
-so it is the same on every device. It multiplies and takes the xor with the high half. The factors are those of Wellons'
+so it is the same on every device. It multiplies and takes the xor with the high half. The factors come from Wellons'
 lowbias32.
 """
 

@@ -1,7 +1,7 @@
-"""Penalties for tokens that a sequence has had, by counts of its committed tokens `[batch slots, V]`.
+"""Penalties for tokens that a sequence already has, by counts of its committed tokens `[batch slots, V]`.
 
 Meanings are vLLM's. The repetition penalty counts prompt and answer, presence and frequency only the answer. A row of
-a block also counts the drafts before it. They are a small correction, and no counts are kept for rows.
+a block also counts the drafts before it. That is a small correction, so no counts are kept for each row.
 """
 
 from collections.abc import Iterable
@@ -24,8 +24,8 @@ def penalise(logits: Tensor, of: Penalties[Tensor]) -> Tensor:
     if of.seen[2] is None:
         return penalised
     drafts = of.seen[2][of.draft_index]
-    # The first draft fills the columns after a row's drafts. With place 0 no draft counts.
-    before = torch.arange(drafts.shape[1], device=logits.device) < of.place[:, None]
+    # The first draft fills the columns after a row's drafts. Without drafts before it none counts.
+    before = torch.arange(drafts.shape[1], device=logits.device) < of.num_before[:, None]
     tokens = torch.where(before, drafts, drafts[:, :1]).long()
     more = ((tokens[:, :, None] == drafts[:, None, :]) & before[:, None, :]).sum(dim=2)
     corrected = _penalised(logits.gather(1, tokens), counts.gather(1, tokens) + more, prompted.gather(1, tokens), of)
@@ -77,12 +77,12 @@ class TokenCounts:
             self.tensors[0].view(-1).index_add_(0, emitted, torch.ones_like(emitted, dtype=torch.int32))
 
     def move(self, draws: Iterable[SamplingMetadata[Tensor]], verified: Tensor) -> None:
-        """Count the tokens of a step's result [S, w + 1] for those of its `draws` that have penalties."""
+        """Count the tokens of a step's result [S, w + 1] for its `draws` with penalties."""
         tokens, column = verified[:, :-1], torch.arange(verified.shape[1] - 1, device=verified.device)
         for slots in (draw.penalties.counted_in[:, None] for draw in draws if draw.penalties):
             is_emitted = (column <= verified[:, -1:]) & (tokens >= 0) & (slots >= 0)
-            places = tokens.clamp(min=0) + slots.clamp(min=0) * self._shape[1]
-            self.tensors[0].view(-1).index_add_(0, places.flatten(), is_emitted.flatten().to(torch.int32))
+            indices = tokens.clamp(min=0) + slots.clamp(min=0) * self._shape[1]
+            self.tensors[0].view(-1).index_add_(0, indices.flatten(), is_emitted.flatten().to(torch.int32))
 
     def forget(self) -> None:
         """Count all tokens again at the next call, because a step failed."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from app.engine.arrays import Array, arrays, with_arrays
+from app.engine.comm.comm import Comm
 from app.engine.device.base import Backend
 from app.engine.device.transfer import Packed
 from app.engine.sampling import filters
@@ -36,7 +37,7 @@ Draws = Sequence[SamplingMetadata[Tensor]]
 def on_device(
     kinds: list[SamplingMetadata[Array]], drafts: Tensor | None, counts: TokenCounts, backend: Backend
 ) -> tuple[Draws, Packed]:
-    """Return sampled rows as tensors of one copy, and that. `drafts` [D, columns] are those that the rows verify."""
+    """Return sampled rows as tensors of one packed copy, and that copy. The rows verify `drafts` [D, columns]."""
     packed = Packed(arrays(kinds), backend)
     draws: list[Any] = with_arrays(kinds, lambda name, _: packed.tensors[name])
     for draw in draws:
@@ -77,8 +78,10 @@ class Sampler:
 
     def choose_greedily(self, hidden: Tensor, lm_head: Tensor, most_kept: int) -> tuple[Tensor, Tensor | None]:
         """Return `choose` without draws, and the logits [R, V] for `redraw` if they are of at most `most_kept` rows."""
-        chunks, logits, keep = [], None, len(hidden) <= most_kept
-        for part in [hidden] if hidden.shape[0] <= self.max_greedy_rows else torch.split(hidden, self.max_greedy_rows):
+        chunks, logits = [], None
+        keep = len(hidden) <= most_kept
+        parts = [hidden] if hidden.shape[0] <= self.max_greedy_rows else torch.split(hidden, self.max_greedy_rows)
+        for part in parts:
             if keep or (chosen := self._choose_at_once(part, lm_head)) is None:
                 logits = self._backend.logits(part, lm_head)
                 choice, is_lost = self._checked_argmax(logits)
@@ -89,13 +92,13 @@ class Sampler:
     def redraw(
         self, choices: Tensor, hidden: Tensor, lm_head: Tensor, logits: Tensor | None, draws: SamplingMetadata[Tensor]
     ) -> None:
-        """Choose rows of greedy choices [R] again, unless they are NOT_FINITE. Without `logits` they are made again."""
+        """Choose rows of greedy choices [R] again, unless they are NOT_FINITE. Without `logits` compute them."""
         size = 1 if self._backend.batch_invariant else self.max_rows  # sums of other shapes have other orders
         for start in range(0, len(draws.rows), size):
             part = _part(draws, start, start + size)
             rows = part.rows.long()
-            own = self._backend.logits(hidden[rows], lm_head) if logits is None else logits[rows]
-            drawn, greedy = self._draw(own.float(), part), choices[rows]
+            row_logits = self._backend.logits(hidden[rows], lm_head) if logits is None else logits[rows]
+            drawn, greedy = self._draw(row_logits.float(), part), choices[rows]
             choices[rows] = torch.where(greedy < 0, greedy, drawn)
 
     def propose(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
@@ -165,11 +168,44 @@ class Sampler:
         return x
 
 
+class ShardedSampler(Sampler):
+    """Sampler of ranks that each have a slice of the lm_head's rows, with the same choices on all of them.
+
+    The lm_head of a rank is [V / size, H]. The ranks gather the best of their local logits as pairs (value, id) in
+    fp32, where ids below 2^24 are exact. Ids ascend with ranks, so ties go to the lowest one. Only rank 0 draws.
+    """
+
+    def __init__(self, vocab_size: int, backend: Backend, comm: Comm) -> None:
+        super().__init__(vocab_size, backend)
+        self._comm = comm
+
+    def _choose_at_once(self, hidden: Tensor, lm_head: Tensor) -> None:
+        """Return None: an operator that makes no logits would only see the local rows of the lm_head."""
+
+    def _checked_argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `checked_argmax` of all ranks' logits, for local logits [R, V / size]."""
+        best, choice = logits.max(dim=-1)
+        choice += self._comm.rank * logits.shape[1]
+        values, ids = self._comm.all_gather(torch.stack((best.float(), choice.float()))).unbind(1)
+        rank, is_lost = checked_argmax(values.t())
+        return ids.gather(0, rank[None])[0].long(), is_lost
+
+    def _argmax(self, logits: Tensor) -> Tensor:
+        return self._checked_argmax(logits)[0]
+
+    def _draw(self, logits: Tensor, draws: SamplingMetadata[Tensor]) -> Tensor:
+        """Return the tokens [N] that rank 0 draws from all ranks' logits, for local logits [N, V / size] fp32."""
+        whole = self._comm.all_gather(logits).transpose(0, 1).flatten(1)
+        if self._comm.rank == 0:
+            return self._comm.broadcast(super()._draw(whole, draws))
+        return self._comm.broadcast(torch.empty(len(whole), dtype=torch.int64, device=whole.device))
+
+
 def _part(draws: SamplingMetadata[Tensor], start: int, stop: int) -> SamplingMetadata[Tensor]:
     """Return rows [start, stop) of `draws`. Additions to other rows add nothing."""
-    own = part_of(replace(draws, additions=None), slice(start, stop))
+    part = part_of(replace(draws, additions=None), slice(start, stop))
     if added := draws.additions:
         is_other = (added.rows < start) | (added.rows >= stop)
         rows, values = (added.rows - start).masked_fill(is_other, 0), added.values.masked_fill(is_other, 0.0)
-        own.additions = LogitBias(rows, added.tokens, values)
-    return own
+        part.additions = LogitBias(rows, added.tokens, values)
+    return part

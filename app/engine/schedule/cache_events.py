@@ -7,13 +7,13 @@ from app.messages import CacheEvent
 
 
 class CacheEvents:
-    """Changes since they were last taken, in order. Pages of one change that follow one another are one event."""
+    """Changes since they were last taken, in order. Consecutive pages of one change are one event."""
 
     def __init__(self) -> None:
         self._events: list[CacheEvent] = []
 
     def stored(self, seq: Sequence, pages: list[int], page_size: int) -> None:
-        """Record that these pages of a sequence, ascending numbers in its order, were cached."""
+        """Record that pages of a sequence were cached. They are indices in its pages, ascending."""
         for _, numbered in groupby(enumerate(pages), lambda at: at[1] - at[0]):
             run = [page for _, page in numbered]
             start = run[0]
@@ -35,6 +35,6 @@ class CacheEvents:
         self._events.append(CacheEvent("cleared"))
 
     def take(self) -> list[CacheEvent]:
-        """Return the changes, and begin anew."""
+        """Return the changes and clear them."""
         events, self._events = self._events, []
         return events

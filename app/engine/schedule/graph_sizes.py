@@ -15,14 +15,13 @@ class GraphSizes:
     """Sizes of graphs, ascending: `targets` by (sequences, rows), and `drafts` by (blocks, width).
 
     The last ones are all sequences and the whole block, so every step has a size to round up to. Where attention takes
-    sequences without rows, there is no `spare` row, and sequences share a target's rows in any way. Elsewhere each has
-    one at least, and so has a sequence of padding.
+    sequences without rows, sequences share a target's rows in any way. Elsewhere each has at least one, padding too.
     """
 
     targets: list[Size]
     drafts: list[Size]
     block_size: int
-    spare: int
+    spare: int  # rows of each target for padding: 0 if attention takes sequences without rows, else 1
 
     @property
     def max_rows(self) -> int:
@@ -53,7 +52,7 @@ class GraphSizes:
     def target_passes(self, num_seqs: int) -> list[Size]:
         """Return (sequences, drafts) of the passes that steps of `num_seqs` are padded to, by drafts, which ascend.
 
-        Sequences that have no rows count for nothing.
+        Sequences without rows are not counted.
         """
         passes: list[Size] = []
         for seqs, rows in self.targets:

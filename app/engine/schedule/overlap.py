@@ -1,4 +1,4 @@
-"""The step after one that is in flight. It begins on the device, where the first one will have ended."""
+"""The step after one in flight. On the device it starts from the state that the first one leaves."""
 
 from app.engine.sampling.metadata import kind_of
 from app.engine.schedule.batch import Batch, ScheduledSequence
@@ -9,7 +9,8 @@ from app.engine.sequence import Sequence
 def schedule_ahead(scheduler: Scheduler, batch: Batch, *, draws: bool) -> Batch | str:
     """Return the step after `batch`, in which every sequence goes on, or why it must wait for the result.
 
-    A sequence that is sure to end in the step in flight is left out. With `draws` the device may draw tokens by itself.
+    A sequence that is sure to end in the step in flight is left out. With `draws` the device can draw tokens without
+    the host.
     """
     scheduler.in_flight = set()
     rows = {entry.seq: (prev_row, entry) for prev_row, entry in enumerate(batch.sampling) if entry.is_live}
@@ -32,14 +33,24 @@ def schedule_ahead(scheduler: Scheduler, batch: Batch, *, draws: bool) -> Batch 
         seq = entry.seq
         scheduler.pool.grow(seq.pages, length)
         next_slot = _next_slot(scheduler, entry) if scheduler.states.num_slots else 0
-        places = prev_row, entry.num_drafts, next_slot
-        after.decodes.append(ScheduledSequence(seq, seq.num_tokens, drafts + 1, True, drafts, *places))
+        after.decodes.append(
+            ScheduledSequence(
+                seq,
+                start=seq.num_tokens,
+                count=drafts + 1,
+                needs_logits=True,
+                num_drafts=drafts,
+                prev_row=prev_row,
+                max_accepted=entry.num_drafts,
+                next_slot=next_slot,
+            )
+        )
     return scheduler.with_draft_pages(after)
 
 
 def _why_wait(scheduler: Scheduler, batch: Batch, seqs: list[Sequence], *, draws: bool) -> str:
-    """Return why the step after `batch` needs more than its sequences `seqs` that get tokens, or ""."""
-    leaves_states = batch.prefills and scheduler.states.num_slots  # which others may find
+    """Return why the step after `batch` must wait for it, or "". `seqs` are its live sequences that get tokens."""
+    leaves_states = batch.prefills and scheduler.states.num_slots  # that another prompt may reuse
     if len(seqs) < len(scheduler.running) or leaves_states:
         return "prefill"
     if scheduler.unclean:
@@ -52,7 +63,7 @@ def _why_wait(scheduler: Scheduler, batch: Batch, seqs: list[Sequence], *, draws
 
 
 def _next_slot(scheduler: Scheduler, entry: ScheduledSequence) -> int:
-    """Return the slot that the rows after `entry` write. If `entry` may fill a page, its slot stays as it is."""
+    """Return the slot that the rows after `entry` write. If `entry` may fill a page, its slot is not written again."""
     seq, states, page_size = entry.seq, scheduler.states, scheduler.pool.page_size
     states.commit(entry)  # the device works in order, so later rows read what these write
     if seq.cacheable and (seq.num_computed + entry.count) // page_size > seq.num_computed // page_size:

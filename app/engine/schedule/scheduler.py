@@ -1,4 +1,4 @@
-"""Sequences of the next step, with how many rows, and the effect of its result on them."""
+"""Which sequences run in the next step, with how many rows, and what its result changes."""
 
 import logging
 from array import array
@@ -51,11 +51,11 @@ class Scheduler:
         self.pool = pool
         self.draft_pages = draft_pages
         self.to_scrub = [pool.to_scrub, *([draft_pages.pool.to_scrub] if draft_pages else [])]
-        """Slots to be zeroed before the next step: the target's, and the draft's if it has its own pages."""
+        """Slots to be zeroed before the next step: the target's, and the draft's if it has separate pages."""
         self.states = states or StateSlots()
-        pool.on_forget = self._forgotten
+        pool.on_forget = self._on_evicted
         self.events: CacheEvents | None = None
-        """Changes of the prefix cache, if they are wanted."""
+        """Changes of the prefix cache, if something reads them."""
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -112,7 +112,7 @@ class Scheduler:
         )
 
     def take_cache_events(self) -> list[CacheEvent]:
-        """Return the changes of the prefix cache since the last call, if they are wanted."""
+        """Return the changes of the prefix cache since the last call, if they are recorded."""
         return [] if self.events is None else self.events.take()
 
     def add(self, request: Request) -> None:
@@ -134,7 +134,7 @@ class Scheduler:
                 return
 
     def flush_cache(self) -> None:
-        """Forget all cached pages. Running sequences go on, and publish no more pages."""
+        """Evict all cached pages. Running sequences go on, but publish no more pages."""
         self.pool.flush()
         self.states.flush()
         if self.draft_pages:
@@ -197,7 +197,7 @@ class Scheduler:
         return self.with_draft_pages(batch)
 
     def with_draft_pages(self, batch: Batch) -> Batch:
-        """Return the batch, whose rows and whole blocks get the draft's separate pages."""
+        """Return the batch after its rows and whole blocks got the draft's separate pages."""
         if self.draft_pages:
             for entry in batch.entries:
                 end = entry.start + entry.max_accepted + max(entry.count, self.block_size)
@@ -217,8 +217,16 @@ class Scheduler:
         batch = Batch(block_rows=widths.block)
         for seq, drafts in zip(decoding, widths.drafts, strict=True):
             self.states.prepare(seq)
-            entry = ScheduledSequence(seq, seq.num_computed, drafts + 1, True, drafts, next_slot=seq.next_state_slot)
-            batch.decodes.append(entry)
+            batch.decodes.append(
+                ScheduledSequence(
+                    seq,
+                    start=seq.num_computed,
+                    count=drafts + 1,
+                    needs_logits=True,
+                    num_drafts=drafts,
+                    next_slot=seq.next_state_slot,
+                )
+            )
         budget = self.max_num_batched_tokens - sum(entry.count for entry in batch.decodes)
         for seq in self.running:
             if not seq.is_decoding and budget > 0:
@@ -239,7 +247,7 @@ class Scheduler:
         return batch
 
     def commit(self, batch: Batch, result: StepResult) -> list[TokenDelta]:
-        """Take the step's tokens into the sequences, and the pages that it filled into the cache."""
+        """Append the step's tokens to their sequences, and cache the pages that it filled."""
         results = zip(result.tokens, result.num_accepted, strict=True)
         deltas = []
         for entry in batch.entries:
@@ -272,11 +280,11 @@ class Scheduler:
 
     def may_admit_next(self) -> bool:
         """Return True if the next `schedule` may admit a waiting sequence."""
-        has_place = bool(self.waiting) and len(self.running) < self.max_num_seqs
-        return has_place and self._find(self.waiting[0]) is not None
+        has_room = bool(self.waiting) and len(self.running) < self.max_num_seqs
+        return has_room and self._find(self.waiting[0]) is not None
 
     def _decoding_with_pages(self) -> list[Sequence]:
-        """Return decoding sequences that own pages for this step, taken from the newest sequences if need be."""
+        """Return decoding sequences that own pages for this step. The newest ones are preempted if they run out."""
         ready: list[Sequence] = []
         for seq in [seq for seq in self.running if seq.is_decoding]:
             self.at_hand = seq
@@ -322,11 +330,11 @@ class Scheduler:
 
     def _may_admit(self, seq: Sequence) -> bool:
         """Give pages to a new sequence, cached ones first, if there is room for it."""
-        if (found := self._find(seq)) is None:
+        if (cached := self._find(seq)) is None:
             return False
-        self.pool.share(found)
-        seq.pages = found
-        seq.num_computed = seq.num_found = len(found) * self.pool.page_size
+        self.pool.share(cached)
+        seq.pages = cached
+        seq.num_computed = seq.num_reused = len(cached) * self.pool.page_size
         self.pool.grow(seq.pages, self.max_length(seq))
         if self.draft_pages:
             self.draft_pages.begin(seq)
@@ -339,16 +347,18 @@ class Scheduler:
     def _find(self, seq: Sequence) -> "array[int] | None":
         """Return cached pages of the sequence's tokens but the last, or None if it cannot be admitted yet.
 
-        Those of a hybrid target end at a checkpoint. A page has to stay free for each running sequence, whose growth
-        would else preempt the new one.
+        With a hybrid target they end at a checkpoint. A page has to stay free for each running sequence, or its growth
+        would preempt the new one.
         """
         page_size = self.pool.page_size
         pages = (seq.num_tokens - 1) // page_size if seq.cacheable else 0
-        found = self.pool.find(seq.digest(page, page_size) for page in range(pages))
-        while self.states.num_slots and found and seq.digest(len(found) - 1, page_size) not in self.states:
-            found.pop()
-        wanted = self.pool.cost(found, self.max_length(seq)) + len(self.running)
-        return None if wanted > self.pool.num_free or self._is_being_filled(seq, len(found)) else found
+        cached = self.pool.find(seq.digest(page, page_size) for page in range(pages))
+        while self.states.num_slots and cached and seq.digest(len(cached) - 1, page_size) not in self.states:
+            cached.pop()
+        wanted = self.pool.cost(cached, self.max_length(seq)) + len(self.running)
+        if wanted > self.pool.num_free or self._is_being_filled(seq, len(cached)):
+            return None
+        return cached
 
     def _is_being_filled(self, seq: Sequence, page: int) -> bool:
         """Return True if a running sequence fills, in this step, the page or checkpoint that `seq` could use next."""
@@ -361,9 +371,9 @@ class Scheduler:
         return False
 
     def _commit_entry(self, entry: ScheduledSequence, tokens: list[int], num_accepted: int) -> TokenDelta | None:
-        """Take the tokens of an entry into its sequence. A prefill chunk before the last yields none."""
+        """Append the tokens of an entry to its sequence. A prefill chunk before the last yields none."""
         seq, is_finite = entry.seq, NOT_FINITE not in tokens
-        if not is_finite:  # also after the last token, where refused drafts leave KV
+        if not is_finite:  # also after the last token, where rejected drafts leave KV
             self.unclean.add(seq)
         seq.is_sound = entry.needs_logits and seq not in self.unclean
         if not is_finite and NOT_FINITE in tokens[: min(num_accepted + 1, seq.num_remaining)]:
@@ -390,7 +400,7 @@ class Scheduler:
         if finish_reason:
             num_accepted = min(num_accepted, len(emitted))
             num_verified = min(num_verified, len(emitted))
-        # Drafts past a stop were as useless as refused ones, so the policy learns of all of them.
+        # Drafts past a stop were as useless as rejected ones, so the policy learns of all of them.
         self.policy.record_acceptance(seq, entry.num_drafts, num_accepted)
         seq.token_ids.extend(emitted)
         seq.num_computed = seq.num_tokens - 1
@@ -398,7 +408,7 @@ class Scheduler:
         return TokenDelta(request.request_id, emitted, steps, seq.num_cached or 0, finish_reason)
 
     def _publish(self, entry: ScheduledSequence) -> None:
-        """Cache the pages that end between the entry's start and `num_computed`. Refused drafts lie past it."""
+        """Cache the pages that end between the entry's start and `num_computed`. Rejected drafts lie past it."""
         seq, page_size = entry.seq, self.pool.page_size
         filled = range(entry.start // page_size, seq.num_computed // page_size)
         if self.draft_pages:
@@ -410,7 +420,7 @@ class Scheduler:
             if self.states.num_checkpoints:
                 self._publish_states(entry)
 
-    def _forgotten(self, digest: bytes) -> None:
+    def _on_evicted(self, digest: bytes) -> None:
         self.states.forget(digest)
         if self.events is not None:
             self.events.removed(digest)
@@ -446,7 +456,7 @@ class Scheduler:
         self.policy.forget(seq)
 
     def drop(self, seq: Sequence, error: Exception) -> TokenDelta:
-        """End a sequence that raises `error` by itself, and return its last delta."""
+        """End a sequence that raises `error` without others in its batch, and return its last delta."""
         self.last_fault = error
         self.num_faults += 1
         self.num_faults_in_row += 1
@@ -457,10 +467,10 @@ class Scheduler:
         return TokenDelta(seq.request.request_id, [], [SpecStep(0, 0, 0)], seq.num_cached or 0, "error", reason)
 
     def _end_not_finite(self, entry: ScheduledSequence, tokens: list[int]) -> TokenDelta | None:
-        """End a sequence after the finite ones of `tokens`. One that found pages in the cache is recomputed first."""
+        """End a sequence after the finite ones of `tokens`. If it reused cached pages, recompute it instead."""
         seq, tokens = entry.seq, tokens[: tokens.index(NOT_FINITE)]
         self.forget_pages(seq)
-        if seq.num_found:
+        if seq.num_reused:
             self.to_start_over.append(seq)
             return None
         delta = self.accept(entry, tokens, len(tokens))
@@ -489,7 +499,7 @@ class Scheduler:
         if self.draft_pages:
             self.draft_pages.release(seq, known)
         self.unclean.discard(seq)
-        seq.pages, seq.num_found, seq.is_sound = array("i"), 0, False
+        seq.pages, seq.num_reused, seq.is_sound = array("i"), 0, False
         seq.num_ended_runs += 1
 
     def forget_pages(self, seq: Sequence) -> None:

@@ -1,4 +1,4 @@
-"""Slots of recurrent state: free, owned by a running sequence, or checkpoints that the prefix cache finds.
+"""Slots of recurrent state: free, owned by a running sequence, or checkpoints of the prefix cache.
 
 Their tensors are in `models/state_pool.py`.
 """
@@ -15,15 +15,16 @@ class StateSlots:
     """Slot numbers of a hybrid target, from 1 on. Without any, sequences keep slot 0, which is scratch.
 
     A running sequence owns a slot, or reads a checkpoint. A step that reads a checkpoint writes another slot, which
-    takes its place once the step is committed. So a checkpoint is a slot that is left as it is, and nothing is copied.
+    becomes the sequence's once the step is committed. So a checkpoint is a slot that is not written again, and nothing
+    is copied.
 
-    A chunk of a prompt also writes another slot than it reads, because a step that fails is then repeated. If its own
-    slot is no checkpoint, it takes the spare one. Another prompt between two chunks has to wait for that. There are
+    A chunk of a prompt also writes another slot than it reads, because a step that fails is repeated. Unless its slot
+    is a checkpoint, it writes the spare one, and another prompt between two chunks has to wait for that. There are
     `num_sequences` slots, the spare one and `num_checkpoints`, so a sequence that may run never lacks one.
 
-    A checkpoint is the state after the page whose digest names it, and is dropped with that page. Those that no
-    sequence reads are evicted, least-recently-used first. Prompts are cut at multiples of `interval` tokens, where
-    their states become checkpoints.
+    A checkpoint is the state after the page whose digest names it, and is dropped with that page. Checkpoints
+    that no sequence reads are evicted, least-recently-used first. Prompts are cut at multiples of `interval` tokens,
+    where their states become checkpoints.
     """
 
     def __init__(self, num_sequences: int = 0, num_checkpoints: int = 0, interval: int = 0) -> None:
@@ -32,7 +33,7 @@ class StateSlots:
         self.interval = interval
         self._free = list(range(self.num_slots + num_checkpoints, 0, -1))
         self._num_readers: dict[int, int] = {}
-        """Sequences that read a slot which no step writes any more."""
+        """Number of sequences that read each slot which is not written again."""
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()
         self._digest_of: dict[int, bytes] = {}
         self._spare_owner: Sequence | None = None
@@ -66,7 +67,7 @@ class StateSlots:
             self.prepare(seq)
 
     def prepare(self, seq: Sequence, *, keep: bool = False) -> bool:
-        """Give a next slot to a sequence whose slot must stay as it is: a checkpoint, or any with `keep`.
+        """Give a next slot to a sequence whose slot must not be written: a checkpoint, or any with `keep`.
 
         Return False if it has to wait for the spare one.
         """
@@ -81,7 +82,7 @@ class StateSlots:
         return True
 
     def freeze(self, seq: Sequence) -> bool:
-        """Keep the sequence's slot from later writes. Return False if there is no room for a checkpoint."""
+        """Protect the sequence's slot from later writes. Return False without room for a checkpoint."""
         if seq.state_slot in self._num_readers:
             return True
         if not self._has_room():
@@ -90,7 +91,7 @@ class StateSlots:
         return True
 
     def reserve_split(self, seq: Sequence) -> bool:
-        """Give a slot to the state in the middle of the next chunk. Return False if there is no room for another."""
+        """Give a slot to the state in the middle of the next chunk. Return False without room for one."""
         if not seq.split_slot and self._has_room():
             seq.split_slot = self._free.pop()
             self._num_readers[seq.split_slot] = 1
@@ -123,7 +124,7 @@ class StateSlots:
             self._give_spare_back(seq)
 
     def release(self, seq: Sequence) -> None:
-        """Take all slots of a sequence away."""
+        """Release all slots of a sequence."""
         for slot in _slots_of(seq):
             self._drop(slot)
         seq.state_slot = seq.next_state_slot = seq.split_slot = 0
@@ -136,12 +137,12 @@ class StateSlots:
             self._free_unread(slot)
 
     def flush(self) -> None:
-        """Forget all checkpoints. Sequences go on with those that they read."""
+        """Drop all checkpoints. Sequences go on with the slots that they read."""
         for digest in list(self._slot_of):
             self.forget(digest)
 
     def check(self, running: Collection[Sequence], cached: Mapping[bytes, int]) -> None:
-        """Assert that every slot is free, owned by one of the `running` sequences, or kept as it is for its readers.
+        """Assert that every slot is free, owned by one of the `running` sequences, or protected for its readers.
 
         A checkpoint is one of the latter, and follows a page that is `cached`.
         """
@@ -183,7 +184,7 @@ class StateSlots:
         return True
 
     def _drop(self, slot: int) -> None:
-        """Take a sequence away from its slot."""
+        """Remove a sequence from its slot, and free the slot if nothing needs it."""
         if slot in self._num_readers:
             self._num_readers[slot] -= 1
         self._free_unread(slot)

@@ -61,21 +61,21 @@ class Forward:
     def on_device(self, inputs: Inputs, *, captured: bool = False) -> OnDevice[Inputs]:
         """Return `inputs` as tensors, after one copy or none, with their attention planned."""
         packed = Packed(arrays(inputs), self.backend) if captured or not self.backend.reads_arrays else None
-        tensors = with_arrays(inputs, lambda name, own: packed.tensors[name] if packed else torch.from_numpy(own))
+        tensors = with_arrays(inputs, lambda name, array: packed.tensors[name] if packed else torch.from_numpy(array))
         size = self.page_size
         metas = [
             AttentionMetadata(g.query_start_loc, g.seq_lens, g.page_table, g.query_lens, g.host_seq_lens, size)
             for g in tensors.groups
         ]
         decoder = self.drafter.decoder if self.drafter and isinstance(inputs, DraftInputs) else self.target.config
-        found = OnDevice(tensors, metas, packed, decoder)
-        self.plan(found, inputs)
-        return found
+        on_device = OnDevice(tensors, metas, packed, decoder)
+        self.plan(on_device, inputs)
+        return on_device
 
     def plan(self, tensors: OnDevice[Inputs], inputs: Inputs) -> None:
         """Plan attention for the host's lengths of `inputs`, once for all layers of a mask.
 
-        The lengths in the meta itself stay as they were made. In a graph they are those of the capture.
+        The lengths in the metadata itself do not change. In a graph they are those of the capture.
         """
         heads_per_kv = tensors.decoder.num_heads // tensors.decoder.num_kv_heads
         for meta, group in zip(tensors.metas, inputs.groups, strict=True):
@@ -110,8 +110,8 @@ class Forward:
         if self.drafter is not None and features is not None:
             rotation = rows.rotation if self.drafter.rotary is self.rotary else None
             self.pending_context.add(features, positions, self._draft_slots(inputs.groups, slot_mapping), rotation)
-        some = inputs.logits_indices
-        return hidden[some] if some.shape[0] < token_ids.shape[0] else hidden
+        indices = inputs.logits_indices
+        return hidden[indices] if indices.shape[0] < token_ids.shape[0] else hidden
 
     def verify(
         self, inputs: TargetInputs[Tensor], choices: Tensor, drafts: Tensor | None, out: Tensor | None = None
@@ -120,7 +120,7 @@ class Forward:
         return self.backend.verify(choices, drafts, inputs.logits_start, inputs.num_drafts, inputs.draft_index, out)
 
     def positions_and_slots(self, group: RowGroup[Tensor], page_table: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the positions and slots of a group's rows, if it has none yet in `page_table` or its own table."""
+        """Return the positions and slots of a group's rows. If it has none, make them by `page_table` or its table."""
         if group.positions is not None and group.slot_mapping is not None:
             return group.positions, group.slot_mapping
         rows = group.seq_ids, group.position_offsets, self.row_numbers[: len(group.seq_ids)]
@@ -128,9 +128,9 @@ class Forward:
         return self.backend.positions_and_slots(*rows, table, self.page_size)
 
     def _draft_slots(self, groups: list[RowGroup[Tensor]], slot_mapping: Tensor) -> Tensor:
-        """Return the slots of the rows' context KV: the target's `slot_mapping`, unless the draft has its own pages."""
+        """Return the slots of the rows' context KV: the target's `slot_mapping`, or those on separate draft pages."""
         if groups[0].draft_table is not None:
-            found = [self.positions_and_slots(group, group.draft_table)[1] for group in groups]
+            slots = [self.positions_and_slots(group, group.draft_table)[1] for group in groups]
         else:
-            found = [group.draft_slots for group in groups if group.draft_slots is not None] or [slot_mapping]
-        return found[0] if len(found) == 1 else torch.cat(found)
+            slots = [group.draft_slots for group in groups if group.draft_slots is not None] or [slot_mapping]
+        return slots[0] if len(slots) == 1 else torch.cat(slots)

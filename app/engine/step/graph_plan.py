@@ -1,4 +1,4 @@
-"""Which sizes of decode steps are captured in graphs. It is decided at startup."""
+"""Which sizes of decode steps are captured in graphs, decided at startup."""
 
 import logging
 
@@ -34,15 +34,16 @@ def settle_graph_sizes(
     """Return sizes of at most `max_graphs` graphs: powers of two of sequences, by a mean of 1, b/4, b/2 and b rows.
 
     Where sequences may be empty (`spare` 0), targets are sized by rows, and blocks of 3b/8 and 3b/4 are captured too.
-    If these are too many, blocks narrower than b go first where there are few sequences. Then those two widths and
-    fine numbers of rows go, then b/4 and b/2 everywhere, every other number of sequences and rows, and 1 last. Raises
-    UnsupportedError if not even one size fits.
+    If these are too many, sizes are dropped in this order: blocks narrower than b of few sequences, the two widths
+    3b/8 and 3b/4, fine numbers of rows, b/4 and b/2 everywhere, every other number of sequences and rows, and width 1.
+    Raises UnsupportedError if not even one size fits.
     """
     least = 1 + draft_graphs
     if max_graphs < least:
         raise UnsupportedError(f"--max-graphs {max_graphs} is too small: a step takes {least}; or give --enforce-eager")
     quarters = {1, -(-block_size // 4), -(-block_size // 2), block_size}
-    widths, few = sorted(quarters), 0
+    widths = sorted(quarters)
+    few = 0
     seqs = [1 << i for i in range((max_num_seqs - 1).bit_length())] + [max_num_seqs]
     totals, coarse = [], []
     if spare == 0 and block_size > 1:

@@ -1,4 +1,4 @@
-"""A step from graphs: its draft and its target, each captured in a few sizes of decode steps and padded to one."""
+"""A step from graphs: its draft and its target, each padded to one of a few captured sizes."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -49,9 +49,12 @@ class StepGraphs:
     ) -> None:
         assert layout.graphs
         sizes = layout.graphs
-        self._forward, self._layout, self._comm = forward, layout, comm
+        self._forward = forward
+        self._layout = layout
+        self._comm = comm
         self._counts = counts if layout.draws_in_graphs else None
-        (max_seqs, max_rows), block_size, device = sizes.targets[-1], sizes.block_size, forward.backend.device
+        max_seqs, max_rows = sizes.targets[-1]
+        block_size, device = sizes.block_size, forward.backend.device
         self._hidden = forward.target.embedding.new_empty(max_rows, forward.target.config.hidden_size)
         drafts = torch.zeros(max_seqs, block_size - 1, dtype=torch.int32, device=device)
         self.drafts: Any = drafts if block_size > 1 else None
@@ -79,7 +82,7 @@ class StepGraphs:
         self._logits = None
 
     def draft(self, inputs: DraftInputs[Ints]) -> Tensor:
-        """Return drafts [D, b - 1], which stay until the next ones. Blocks are padded if drafts have graphs."""
+        """Return drafts [D, b - 1], valid until the next ones. Blocks are padded if drafts have graphs."""
         if not self.draft_graphs:
             return self._keep(self._forward.draft(self._forward.on_device(inputs)))
         blocks, rows = len(inputs.anchors), inputs.groups[0].query_lens[0]
@@ -87,7 +90,7 @@ class StepGraphs:
         return self.drafts[:blocks]
 
     def target(self, inputs: TargetInputs[Ints], sampling: Sequence[Any] = (), draws: Draws = ()) -> Tensor:
-        """Return `engine.verify` of the drafts that were made last, with padding, until the next replay.
+        """Return `engine.verify` of the last drafts, with padding. It is valid until the next replay.
 
         The graph chooses greedily. Graphs of the kinds in `sampling`, or code for `draws`, choose rows again.
         """
@@ -135,16 +138,17 @@ class StepGraphs:
         return (choices,)
 
     def _capture_draws(self, size: Size, counts: TokenCounts) -> None:
-        """Capture every kind of draw. What the target's graph of this size has left is held until then, so no memory of
-        these graphs is over it."""
+        """Capture every kind of draw. `_logits` still holds what the target's graph of this size returned, so these
+        graphs do not reuse its memory."""
         forward, (graph, target) = self._forward, self.target_graphs[size]
 
         def run(draw: SamplingMetadata[Tensor]) -> tuple[Tensor, ...]:
             """Choose rows again and verify. A row draws the token after its position."""
             inputs, (choices,) = target.inputs, graph.outputs
             positions, _ = forward.positions_and_slots(inputs.groups[0])
-            own = replace(draw, state=forward.sampler.mix(draw.state ^ (positions.index_select(0, draw.rows) + 1)))
-            forward.sampler.redraw(choices, self._hidden, forward.target.lm_head, self._logits, own)
+            state = forward.sampler.mix(draw.state ^ (positions.index_select(0, draw.rows) + 1))
+            draws = replace(draw, state=state)
+            forward.sampler.redraw(choices, self._hidden, forward.target.lm_head, self._logits, draws)
             counts.move([draw], forward.verify(inputs, choices, self.drafts, self.verified[: size[0] + 1]))
             return ()
 
@@ -170,23 +174,24 @@ class StepGraphs:
         run: Callable[[Any], tuple[Tensor, ...]],
         what: str,
     ) -> None:
-        """Add the graph of `run` to `graphs` after its first replay. Without it, larger ones of `graphs` have to serve.
+        """Add the graph of `run` to `graphs` after its first replay. If its capture fails, larger ones serve instead.
 
         A rank that cannot capture it must not go on, because the others would wait for its collectives. So the outcome
-        is exchanged before the replay. An error of `run` itself ends all ranks: it has left others in their
-        collectives. Raises UnsupportedError if there is no larger graph.
+        is exchanged before the replay. An error of `run` itself ends all ranks, because others may wait in a collective
+        already. Raises UnsupportedError if there is no larger graph.
         """
         tensors = self._forward.on_device(inputs, captured=True)
-        has_run, graph = False, None
+        has_run = False
+        graph = None
 
-        def noting() -> tuple[Tensor, ...]:
+        def run_and_note() -> tuple[Tensor, ...]:
             nonlocal has_run
             outputs = run(tensors)
             has_run = True
             return outputs
 
         try:
-            graph = self._forward.backend.capture(noting, [tensors.metas[0]])
+            graph = self._forward.backend.capture(run_and_note, [tensors.metas[0]])
         except Exception as error:
             if self._comm.size == 1 or not has_run:
                 raise

@@ -44,7 +44,7 @@ class RowGroup(Generic[A]):
     draft_table: A | None = None
     """[S, P], separate pages of the draft, each in the column of its number modulo P."""
     draft_slots: A | None = None
-    """[R], slots on separate pages of the draft, for a target's rows, in place of that table."""
+    """[R], slots on separate pages of the draft, for a target's rows, instead of that table."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class DraftInputs(Generic[A]):
     """D blocks to draft, each from its anchor on."""
 
     request_ids: list[str]
-    """Of blocks that are no padding."""
+    """Of the blocks without padding."""
     anchors: A
     """[D], token ids."""
     prev_rows: A
@@ -68,7 +68,7 @@ class TargetInputs(Generic[A]):
     token_ids: A
     """[T], 0 where a draft belongs."""
     token_source: A
-    """[T], where a row's token is: at its own number in `token_ids`, or at T + its place in the flattened drafts."""
+    """[T], where a row's token is: at its own number in `token_ids`, or at T + its index in the flattened drafts."""
     logits_indices: A
     """[R], rows whose next token is wanted."""
     logits_start: A
@@ -94,8 +94,8 @@ class StepInputs:
     target: TargetInputs[Ints]
     draft: DraftInputs[Ints] | None
     sampling: list[SamplingMetadata[Array]]
-    """Rows that need more than argmax. Token lists are those of the sequences themselves, so a step is launched before
-    the next commit."""
+    """Rows that need more than argmax. Token lists are not copied from the sequences, so a step is launched before the
+    next commit."""
     plain_sequences: list[tuple[str, int, int]] | None
     """Keys of the sequences of a step without drafts and prefill, whose context KV may be pending; else None."""
     in_graph: bool
@@ -120,7 +120,7 @@ class Layout:
 
     page_size: int
     separate_prefill: bool = True
-    """Prefill chunks are a group of their own."""
+    """Prefill chunks are a separate group."""
     first_draft_row: int = 1
     """1 if a draft's block has the anchor's row too, 0 if it has one for each draft only."""
     hybrid: bool = False
@@ -128,7 +128,7 @@ class Layout:
     host_positions: bool = False
     """The device wants positions and slots from the host."""
     graphs: GraphSizes | None = None
-    """Sizes that decode steps, and short chunks that are no group of their own, are padded to."""
+    """Sizes that decode steps, and short chunks that are not a separate group, are padded to."""
     draws_in_graphs: bool = False
     """Graphs draw tokens too."""
     window_pages: int = 0
@@ -136,7 +136,8 @@ class Layout:
 
     def build(self, batch: Batch) -> StepInputs:
         """Return the arrays of a batch that is not empty."""
-        blocks, width, size, graphs = batch.num_drafting, batch.block_rows, None, self.graphs
+        blocks, width = batch.num_drafting, batch.block_rows
+        size, graphs = None, self.graphs
         if graphs and graphs.drafts and blocks:
             blocks, width = graphs.draft(blocks, width)
         if graphs and not batch.prefills:
@@ -171,7 +172,8 @@ class Layout:
         Tables of a graph to be captured are `pages` wide.
         """
         entries, sampling = batch.entries, batch.sampling
-        counts, tokens = [entry.count for entry in entries], list[int]()
+        counts = [entry.count for entry in entries]
+        tokens: list[int] = []
         for entry in entries:
             tokens += (entry.seq.token_ids[entry.start : entry.end] + [0] * entry.count)[: entry.count]
         num_drafts = [entry.num_drafts for entry in sampling]
@@ -179,7 +181,8 @@ class Layout:
         logits_start = [end - entry.num_drafts - 1 for entry, end in ends if entry.needs_logits]
         drafting_so_far = accumulate(count > 0 for count in num_drafts)
         draft_index = [so_far - 1 if count else 0 for so_far, count in zip(drafting_so_far, num_drafts, strict=True)]
-        num_rows, padding, num_results = len(tokens), list[int](), len(sampling)
+        num_rows, num_results = len(tokens), len(sampling)
+        padding: list[int] = []
         if size:
             assert self.graphs
             missing, each = size[0] - len(entries), self.graphs.padding_rows(*size)
@@ -188,14 +191,14 @@ class Layout:
         token_source = logits_indices = np.arange(num_rows, dtype=np.int32)
         if any(num_drafts):
             token_source = token_source.copy()
-            places_of_drafts = _ranges([index * draft_columns for index in draft_index], num_drafts)
-            token_source[_ranges([first + 1 for first in logits_start], num_drafts)] = num_rows + places_of_drafts
+            draft_indices = _ranges([index * draft_columns for index in draft_index], num_drafts)
+            token_source[_ranges([first + 1 for first in logits_start], num_drafts)] = num_rows + draft_indices
         if batch.prefills and not size:  # a graph chooses after every row
             logits_indices = _ranges(logits_start, [count + 1 for count in num_drafts])
             logits_start = [0, *accumulate(count + 1 for count in num_drafts)][:-1]
         parts = [batch.decodes, batch.prefills] if self.separate_prefill and not size else [entries]
         parts = [part for part in parts if part or padding]
-        places = num_results + bool(size)
+        num_verified = num_results + bool(size)  # with the last sequence of padding
         groups = [self._group(part, [entry.count for entry in part], padding, pages) for part in parts]
         if self.window_pages:
             for group, part in zip(groups, parts, strict=True):
@@ -204,9 +207,9 @@ class Layout:
             token_ids=_filled(tokens, num_rows),
             token_source=token_source,
             logits_indices=logits_indices,
-            logits_start=_filled(logits_start, places),
-            num_drafts=_filled(num_drafts, places),
-            draft_index=_filled(draft_index, places),
+            logits_start=_filled(logits_start, num_verified),
+            num_drafts=_filled(num_drafts, num_verified),
+            draft_index=_filled(draft_index, num_verified),
             prev_rows=_filled([entry.prev_row for entry in sampling], num_results, -1),
             groups=groups,
             num_seqs=len(sampling),
@@ -252,14 +255,14 @@ class Layout:
         return group
 
     def _add_draft_slots(self, group: RowGroup[Ints], draft_pages: _DraftPages) -> None:
-        """Let the context KV of a target's rows be written to separate pages of the draft."""
+        """Direct the context KV of a target's rows to separate pages of the draft."""
         if group.positions is not None:
             group.draft_slots = self._slots(group.seq_ids, group.positions, draft_pages.by_number)
         else:
             group.draft_table = draft_pages.by_number
 
     def _draft_pages(self, entries: list[ScheduledSequence], num_padding: int) -> _DraftPages:
-        """Return the draft's pages of decoding sequences, `window_pages` at most, and all those of prefilling ones.
+        """Return the draft's pages: at most `window_pages` of a decoding sequence, and all of a prefilling one.
 
         After the last chunk of a prompt a sequence has the pages of the chunk too, until that step is committed. The
         next one may be launched before. It has no use for them, and a graph's table has no room.
@@ -276,12 +279,12 @@ class Layout:
         return _DraftPages(firsts, table, by_number)
 
     def _table(self, sequences: "list[array[int]]", num_padding: int, width: int) -> Ints:
-        """Return the page table of `sequences`, and of padding on the scratch pages, for which it is wide enough."""
+        """Return the page table of `sequences` and padding, at least as wide as the scratch pages need."""
         scratch = -(-self.graphs.max_rows // self.page_size) if self.graphs else 0
         table: Ints = np.zeros((len(sequences) + num_padding, max(width, scratch)), dtype=np.int32)
         for row, pages in zip(table, sequences, strict=False):
-            own = np.frombuffer(pages, dtype=np.int32)[: len(row)]
-            row[: len(own)] = own
+            numbers = np.frombuffer(pages, dtype=np.int32)[: len(row)]
+            row[: len(numbers)] = numbers
         table[len(sequences) :, :scratch] = np.arange(scratch)
         return table
 
@@ -293,8 +296,8 @@ class Layout:
         return slots
 
     def _recurrent(self, batch: Batch, group: RowGroup[Ints], size: Size | None) -> RecurrentRows[Ints]:
-        """Return the rows of decoding sequences, which are the first `group`, and those of each chunk."""
-        found = RecurrentRows[Ints](None, [])
+        """Return the rows of decoding sequences, which are the first of `group`, and of each chunk."""
+        recurrent = RecurrentRows[Ints](None, [])
         if batch.decodes or size:
             moves = [(entry.seq.state_slot, entry.next_slot or entry.seq.state_slot) for entry in batch.decodes]
             moves += [(0, 0)] * (len(group.query_lens) - len(moves))  # padding sequences share the scratch slot
@@ -303,14 +306,14 @@ class Layout:
                 assert self.graphs
                 width = min(self.graphs.block_size, size[1] - self.graphs.padding_rows(*size) * (size[0] - 1))
             starts = [entry.start for entry in batch.decodes] + [0] * (len(moves) - len(batch.decodes))
-            found.decodes = sequence_rows(moves, starts, group.query_lens, width, static=size is not None)
+            recurrent.decodes = sequence_rows(moves, starts, group.query_lens, width, static=size is not None)
         for entry in batch.prefills:
             slot, first = entry.seq.state_slot, entry.start
             cuts = [(entry.split, entry.seq.split_slot)] if entry.split else []
             for end, next_slot in (*cuts, (entry.end, entry.next_slot or slot)):
-                found.chunks.append(sequence_rows([(slot, next_slot)], [first], [end - first], end - first))
+                recurrent.chunks.append(sequence_rows([(slot, next_slot)], [first], [end - first], end - first))
                 slot, first = next_slot, end
-        return found
+        return recurrent
 
 
 def _filled(values: list[int], size: int, padding: int = 0) -> Ints:

@@ -19,7 +19,7 @@ from app.engine.step.graphs import StepGraphs
 from app.engine.step.inputs import DraftInputs, Layout, StepInputs
 
 Tell = Callable[[StepInputs | list[list[int]]], None]
-"""Function that lets the other ranks launch a step too, or scrub slots."""
+"""Sends the other ranks a step to launch, or slots to scrub."""
 
 
 class PendingStep:
@@ -29,7 +29,7 @@ class PendingStep:
         self._wait = wait
 
     def read(self) -> StepResult:
-        """Return the step's result in its one device-to-host copy. Wait for nothing that was launched after it."""
+        """Return the step's result in its one device-to-host copy. Do not wait for later steps."""
         rows = self._wait().tolist()
         return StepResult(tokens=[row[:-1] for row in rows], num_accepted=[row[-1] for row in rows])
 
@@ -41,10 +41,10 @@ def no_rows() -> PendingStep:
 
 @dataclass(eq=False)
 class ModelRunner:
-    """Runs steps. `pools` hold the KV of the target and of the draft, if there is one.
+    """Runs steps.
 
-    Drafts, and targets of steps that are padded to graphs, run from `graphs` if there are some. All else runs operator
-    by operator. Rank 0 of several has `tell`, which sends every call to the other ranks.
+    Drafts, and targets of steps that are padded to graphs, run from `graphs` if there are some. Everything else runs
+    eagerly.
     """
 
     forward: Forward
@@ -53,8 +53,10 @@ class ModelRunner:
     layout: Layout
     """Arrangement of the arrays that `launch` takes, padded to sizes of `graphs` if there are some."""
     pools: Sequence[KvPool] = ()
+    """KV of the target, and of the draft if there is one."""
     graphs: StepGraphs | None = None
     tell: Tell | None = None
+    """Of rank 0, if there are more: it sends every call to them."""
 
     @torch.inference_mode()
     def launch(self, inputs: StepInputs) -> PendingStep:
@@ -70,12 +72,13 @@ class ModelRunner:
             if self.graphs and inputs.in_graph:
                 verified = self.graphs.target(inputs.target, inputs.sampling, draws)
             else:
-                target, place = self.forward.on_device(inputs.target), None
+                target = self.forward.on_device(inputs.target)
+                out = None
                 hidden = self.forward.deciding(target, drafts)
                 choices = self.forward.sampler.choose(hidden, self.forward.target.lm_head, draws)
                 if self.graphs and not self.backend.lengths_on_host:  # where the next step's graphs look
-                    drafts, place = self.graphs.drafts, self.graphs.verified[: len(inputs.target.num_drafts)]
-                verified = self.forward.verify(target.inputs, choices, drafts, place)
+                    drafts, out = self.graphs.drafts, self.graphs.verified[: len(inputs.target.num_drafts)]
+                verified = self.forward.verify(target.inputs, choices, drafts, out)
             if draws:
                 self.counts.move(draws, verified)
         return PendingStep(self.backend.start_download(verified[: inputs.target.num_seqs]))
@@ -95,10 +98,11 @@ class ModelRunner:
         if self.tell:
             self.tell(slots)
         self.forward.pending_context.write()
-        packed = Packed({str(i): np.array(own, dtype=np.int32) for i, own in enumerate(slots)}, self.backend)
+        arrays = {str(i): np.array(numbers, dtype=np.int32) for i, numbers in enumerate(slots)}
+        packed = Packed(arrays, self.backend)
         for i, pool in enumerate(self.pools):
             pool.clear(packed.tensors[str(min(i, len(slots) - 1))])
 
     def _draft(self, inputs: DraftInputs[Ints]) -> Tensor:
-        """Return drafts [D, columns], integers: those of one block, or with graphs of the widest."""
+        """Return drafts [D, columns], integers, of the step's block width, or with graphs of the widest."""
         return self.graphs.draft(inputs) if self.graphs else self.forward.draft(self.forward.on_device(inputs))

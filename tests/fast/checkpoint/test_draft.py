@@ -18,7 +18,7 @@ from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import read_config
 from app.engine.checkpoint.read import check_checkpoints
 from app.engine.checkpoint.shapes import DecoderConfig
-from app.engine.dflash.startup_log import report
+from app.engine.dflash.report import report
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import Engine, build_engine
 from app.messages import Request

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from app.config.engine import EngineConfig
 from app.engine.checkpoint.draft import draft_config
 from app.engine.checkpoint.families import target_config
-from app.engine.dflash.startup_log import report
+from app.engine.dflash.report import report
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import Engine
 from tests import UNTIMED

@@ -275,7 +275,7 @@ def test_pages_before_a_window_are_found_while_there_are_others():
     third = harness.add(35, 2, begins=prompt)
     harness.step()
     seq = harness.sequence(third)
-    assert seq.num_found == 32 and seq.first_draft_page == (32 - 16) // 4
+    assert seq.num_reused == 32 and seq.first_draft_page == (32 - 16) // 4
     harness.drain()
 
 

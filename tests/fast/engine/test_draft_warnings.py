@@ -8,8 +8,7 @@ import torch
 from app.engine.checkpoint.draft import draft_config
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import DEMO, read_config
-from app.engine.dflash.acceptance import WINDOW, Acceptance
-from app.engine.dflash.startup_log import log_draft
+from app.engine.dflash.report import WINDOW, Acceptance, log_draft
 from app.messages import SpecStep, TokenDelta
 
 

@@ -162,7 +162,7 @@ def test_a_preempted_sequence_goes_on_from_its_own_pages(subject: Subject, monke
     def noted() -> Batch:
         batch = schedule()
         admitted = (entry.seq for entry in batch.prefills if entry.seq.request.request_id in batch.begun)
-        recomputed.extend(seq.num_found for seq in admitted if seq.num_ended_runs)
+        recomputed.extend(seq.num_reused for seq in admitted if seq.num_ended_runs)
         return batch
 
     monkeypatch.setattr(scheduler, "schedule", noted)

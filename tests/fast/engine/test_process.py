@@ -212,7 +212,7 @@ def test_the_log_of_an_engine_has_the_draft_that_was_read_in_the_form_that_was_a
             pass
         lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     (line,) = [line for line in lines if line["message"].startswith("draft: layers 2, masks ")]
-    assert (line["level"], line["logger"]) == ("DEBUG", "app.engine.dflash.startup_log")
+    assert (line["level"], line["logger"]) == ("DEBUG", "app.engine.dflash.report")
 
 
 @pytest.mark.exhaustive

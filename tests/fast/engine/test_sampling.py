@@ -444,7 +444,7 @@ def test_the_rows_of_a_block_worked_out_by_hand():
         frequency=torch.full((rows,), 0.25),
         repetition=torch.full((rows,), 2.0),
         batch_slot=torch.ones(rows, dtype=torch.int32),
-        place=torch.arange(rows, dtype=torch.int32),
+        num_before=torch.arange(rows, dtype=torch.int32),
         draft_index=torch.zeros(rows, dtype=torch.int32),
         counted_in=torch.empty(0, dtype=torch.int32),
         counted=[],

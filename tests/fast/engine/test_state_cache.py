@@ -295,7 +295,7 @@ def test_apreempted_sequence_goes_on_from_a_checkpoint(pair: Pair, reference: Hy
             said.setdefault(delta.request_id, []).extend(delta.token_ids)
         watch.check()
         if number == 5:
-            resumed.append(preempted.num_found)
+            resumed.append(preempted.num_reused)
     assert said == {name: greedy(reference, list(prompt), 14) for name, prompt in prompts.items()}
     assert resumed[0] >= 16, "more than the prompt was found"
 

@@ -54,8 +54,7 @@ from app.engine.models.weights import ExpertLayout, LayerSource, Part, shard
 from app.engine.npu.error_codes import explain
 from app.engine.ranks.leader import Followers
 from app.engine.ranks.runner import Message, decode, encode, follow
-from app.engine.sampling.sampler import Sampler
-from app.engine.sampling.sharded import ShardedSampler
+from app.engine.sampling.sampler import Sampler, ShardedSampler
 from app.engine.schedule.batch import Batch
 from app.engine.sequence import NOT_FINITE
 from app.engine.step.inputs import Layout, StepInputs

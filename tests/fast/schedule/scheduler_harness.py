@@ -318,7 +318,7 @@ class Harness:
     def check_draft_memory(self, seq: Sequence, num_tokens: int) -> None:
         """So does the draft's: that of all tokens, or of those in its window that have been computed or found."""
         first = seq.first_draft_page * self.page_size if self.draft_window else 0
-        assert first <= max(0, num_tokens - self.draft_window, seq.num_found)
+        assert first <= max(0, num_tokens - self.draft_window, seq.num_reused)
         for position in range(first, num_tokens):
             expected = self.place(seq.request, seq.token_ids[: position + 1])
             assert self.draft_kv.get(self.draft_slot(seq, position)) == expected

@@ -186,7 +186,7 @@ def test_rows_behind_a_prompt_are_ignored_if_it_has_to_be_read_again():
     flight.scheduler.add(Request("new", (1,) * 5, 5))
     flight.batch = flight.scheduler.schedule()
     seq = flight.seqs[1]
-    seq.num_found = 4
+    seq.num_reused = 4
     behind = flight.behind()
     assert behind is not None
     (a,) = flight.commit(flight.batch, [[5, 6, 7, 8], [NOT_FINITE]], [1, 0])
@@ -237,7 +237,7 @@ def test_of_who_has_ended_nothing_counts_and_its_neighbours_get_their_own_lines(
 
 def test_who_is_computed_anew_gets_no_token_of_the_step_in_flight():
     flight = Flight(2, prefix_caching=True)
-    flight.seqs[1].num_found = 1
+    flight.seqs[1].num_reused = 1
     behind = flight.behind()
     assert behind is not None
     flight.commit(flight.batch, [[10, 11, 12, 13], [NOT_FINITE] * 4], [0, 0])

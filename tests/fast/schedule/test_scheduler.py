@@ -379,7 +379,7 @@ def test_who_starts_over_preempts_the_newest_if_it_needs_their_pages():
     second, third = harness.add(8, 8, begins=range(8)), harness.add(1, 6)
     harness.step(lambda rows: 0)
     seq = harness.sequence(second)
-    assert seq.num_found == 7 and len(seq.pages) + harness.pool.num_free - 7 < 12
+    assert seq.num_reused == 7 and len(seq.pages) + harness.pool.num_free - 7 < 12
     harness.pool.forget(seq.pages)
     harness.cached = {place: page for place, page in harness.cached.items() if page not in seq.pages}
     harness.scheduler.to_start_over.append(seq)
@@ -399,7 +399,7 @@ def test_who_is_preempted_by_anothers_start_does_not_start_over_itself(monkeypat
     harness.step(lambda rows: 0)
     scheduler, older, newer = harness.scheduler, harness.sequence(first), harness.sequence(second)
     started = []
-    older.num_found = newer.num_found = 1  # so that neither is blamed for its logits
+    older.num_reused = newer.num_reused = 1  # so that neither is blamed for its logits
     monkeypatch.setattr(scheduler, "_start_over", lambda seq: started.append(seq) or scheduler.preempt(newer))
     batch = scheduler.schedule()
     scheduler.commit(batch, StepResult([[NOT_FINITE] * 4] * 2, [0, 0]))

@@ -1,14 +1,26 @@
-"""What is reported of a draft, at startup and in /server_info."""
+"""What is reported of a draft: its configuration, at startup and in /server_info, and an acceptance that is too low."""
 
 import logging
 import re
+from collections.abc import Iterable
 
 import torch
 
 from app.engine.checkpoint.shapes import DFlashConfig
+from app.messages import TokenDelta
 
 logger = logging.getLogger(__name__)
 
+WINDOW = 2000
+"""Draft tokens that are judged together."""
+FEW = 0.1
+"""Part of them whose acceptance is too little to be right."""
+_WARNING = (
+    "draft: %.1f %% of %d draft tokens were accepted. Texts are right all the same, and slow. The usual causes, most "
+    "frequent first: the draft of another revision or size of the target; thinking on where it was trained without, or "
+    "off; a quantised or rotated target; float16; a config.json of the draft with wrong taps, block or window; prompts "
+    "of random tokens"
+)
 
 _TRAINED_FOR = (
     (r"Qwen3-[48]B-DFlash|dflash_qwen3_(4|8|14)b", "without", "false"),
@@ -55,3 +67,24 @@ def report(draft: DFlashConfig) -> dict[str, str]:
         "rope": f"{rope.scaling or 'default'}, theta {rope.theta:g}{turning}",
         "dtype": decoder.dtype,
     }
+
+
+class Acceptance:
+    """Acceptance of an engine's drafts. Warns once, if less than FEW of WINDOW drafts were accepted."""
+
+    def __init__(self) -> None:
+        self._verified = self._accepted = 0
+        self._has_warned = False
+
+    def add(self, deltas: Iterable[TokenDelta]) -> None:
+        """Count the drafts of a step."""
+        for delta in deltas:
+            for step in delta.steps:
+                self._verified += step.n_verified
+                self._accepted += step.n_accepted
+        if self._verified < WINDOW or self._has_warned:
+            return
+        if self._accepted < FEW * self._verified:
+            logger.warning(_WARNING, 100 * self._accepted / self._verified, self._verified)
+            self._has_warned = True
+        self._verified = self._accepted = 0
