@@ -97,7 +97,7 @@ def measure(
             way()
         warm_up_failures = {name: rounds_of.pop().failures for name, rounds_of in played.items()}
         for comparison in rounds(ways, claims, max_rounds=max_rounds, tight=options.tight, seed=options.seed):
-            known = sum(comparison.verdict(claim) != "inconclusive" for claim in claims)
+            known = sum(comparison.verdict(claim) != "unsettled" for claim in claims)
             ratios = f", {known} of {len(claims)} ratios known" if claims else ""
             bar.update(task, advance=1, description=f"{where}{ratios}")
     return Cell(dataset.name, load, asked, played, comparison, warm_up_failures)

@@ -60,13 +60,13 @@ class Claim:
     bound: float | None = None
 
     def verdict(self, found: Ratio, tight: float) -> str:
-        """Return "met", "missed" or "inconclusive"; without a bound "measured" or "inconclusive"."""
+        """Return "met" or "missed", without a bound "measured", or "unsettled" if the interval is too wide to say."""
         known = found.width <= tight
         if self.bound is None:
-            return "measured" if known else "inconclusive"
+            return "measured" if known else "unsettled"
         if found.low >= self.bound or (known and found.middle >= self.bound):
             return "met"
-        return "missed" if found.high < self.bound or known else "inconclusive"
+        return "missed" if found.high < self.bound or known else "unsettled"
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class Comparison:
 
     @property
     def is_settled(self) -> bool:
-        return self.num_rounds >= MIN_ROUNDS and all(self.verdict(claim) != "inconclusive" for claim in self.claims)
+        return self.num_rounds >= MIN_ROUNDS and all(self.verdict(claim) != "unsettled" for claim in self.claims)
 
 
 def rounds(

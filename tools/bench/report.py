@@ -120,8 +120,9 @@ def _head(cell: Cell) -> Row:
 def _speed(cell: Cell) -> Row:
     row: Row = {f"{name} tok/s": f"{cell.speed(name):.0f}" for name in cell.rounds}
     for claim in cell.comparison.claims:
-        verdict = cell.comparison.verdict(claim).removeprefix("measured")
-        row[f"{claim.variant} / {claim.against}"] = f"{cell.comparison.ratio(claim)} {verdict}".rstrip()
+        verdict = cell.comparison.verdict(claim)
+        shown = f" {verdict}" if verdict in ("met", "missed") else ""
+        row[f"{claim.variant} / {claim.against}"] = f"{cell.comparison.ratio(claim)}{shown}"
     return row | {"rounds": cell.comparison.num_rounds, "requests": len(cell.prompts), "failed": cell.num_failures}
 
 
@@ -178,9 +179,9 @@ def notes(cells: Sequence[Cell]) -> list[str]:
             if short := sum(answer.tokens < (prompt.max_tokens or 0) for prompt, answer in exact):
                 found.append(f"{where}: {short} answers of {name} are shorter than asked: it ignores ignore_eos")
     verdicts = Counter(c.comparison.verdict(claim) for c in cells for claim in c.comparison.claims)
-    if unknown := verdicts["inconclusive"]:
-        ratios = f"{unknown} of {verdicts.total()} ratios are inconclusive"
-        found.append(f"{ratios}: raise --max-rounds, or allow more --tight")
+    if unsettled := verdicts["unsettled"]:
+        intervals = f"{unsettled} of {verdicts.total()} intervals are too wide to settle"
+        found.append(f"{intervals}: raise --max-rounds, or allow more --tight")
     return found
 
 

@@ -22,7 +22,7 @@ class Verdict:
     found: str
 
     def __str__(self) -> str:
-        word = {True: "met", False: "MISSED", None: "inconclusive"}[self.holds]
+        word = {True: "met", False: "MISSED", None: "unsettled"}[self.holds]
         return f"{word}: {self.claim} ({self.found})"
 
 

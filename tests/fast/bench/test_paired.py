@@ -56,12 +56,12 @@ def test_ratios_are_the_same_seen_from_the_other_side() -> None:
     ("bound", "found", "verdict"),
     [
         (None, Ratio(2.0, 1.99, 2.01), "measured"),
-        (None, Ratio(2.0, 1.5, 2.5), "inconclusive"),
+        (None, Ratio(2.0, 1.5, 2.5), "unsettled"),
         (1.0, Ratio(2.0, 1.5, 2.5), "met"),
         (1.0, Ratio(1.0, 0.99, 1.01), "met"),
         (1.0, Ratio(0.99, 0.98, 1.0), "missed"),
         (1.0, Ratio(0.8, 0.7, 0.9), "missed"),
-        (1.0, Ratio(1.1, 0.9, 1.3), "inconclusive"),
+        (1.0, Ratio(1.1, 0.9, 1.3), "unsettled"),
     ],
 )
 def test_verdicts(bound: float | None, found: Ratio, verdict: str) -> None:
@@ -103,7 +103,7 @@ def test_rounds_end_as_soon_as_all_is_known_or_when_there_have_been_enough() -> 
     assert len(known) == MIN_ROUNDS and known[-1].is_settled
     wild = random.Random(3)
     unknown = list(rounds({"a": lambda: 1.0, "b": lambda: 1 + wild.random()}, claims, max_rounds=9))
-    assert len(unknown) == 9 and unknown[-1].verdict(claims[0]) == "inconclusive"
+    assert len(unknown) == 9 and unknown[-1].verdict(claims[0]) == "unsettled"
 
 
 def test_a_comparison_without_claims_is_settled_by_its_rounds() -> None:

@@ -107,7 +107,7 @@ def test_notes_say_what_makes_figures_mean_something_else() -> None:
     assert "2 answers of peer are shorter than asked: it ignores ignore_eos" in told
     assert "1 prompts came round again until there were 2" in told
     few = cell(rounds=3)
-    assert any("1 of 1 ratios are inconclusive" in note for note in notes([few]))
+    assert any("1 of 1 intervals are too wide to settle" in note for note in notes([few]))
     assert lengths([few]) == "12 answers; on average 10 tokens were asked and 20 answered"
 
 

@@ -209,10 +209,10 @@ def test_fewer_than_six_rounds_tell_nothing(cost: Callable[[int], float]) -> Non
     for rounds, verdict in ((5, None), (6, cost(1024) == cost(256))):
         some, found = grown(cost, host=cost, rounds=rounds)
         assert linear(some, found).holds is flat_host(some, found).holds is verdict
-    assert str(linear(*grown(cost, rounds=3))).startswith("inconclusive: plain step against context")
+    assert str(linear(*grown(cost, rounds=3))).startswith("unsettled: plain step against context")
 
 
-def test_rounds_that_disagree_about_a_bound_are_inconclusive() -> None:
+def test_rounds_that_disagree_about_a_bound_are_unsettled() -> None:
     some, found = grown(lambda n: 10.0)
     for turn, times in enumerate((0.5, 4.0, 1.0, 0.7, 3.0, 1.2, 2.5, 0.9, 2.0)):
         found[some.shapes[-1]].splits[turn] = Split(0.0, 0.0, 25.0 * times, 0.0, 0.0)
