@@ -88,12 +88,12 @@ def _ends(findings: Findings) -> Iterator[str]:
     for kind, count in findings.held.items():
         yield f"| {kind} | - | - | {count:,} | - |"
     yield ""
-    yield "A 4xx is the right answer to bad input. The other errors:"
+    yield "A 4xx is the right answer to bad input. The other errors, where 200 is a stream that has begun:"
     yield ""
-    yield "| error | times |"
-    yield "|---|---|"
-    for message, count in findings.errors.most_common():
-        yield f"| {message} | {count:,} |"
+    yield "| status | code | times |"
+    yield "|---|---|---|"
+    for (status, code), count in findings.errors.most_common():
+        yield f"| {status} | `{code}` | {count:,} |"
 
 
 def _faults(findings: Findings) -> Iterator[str]:

@@ -57,7 +57,7 @@ class Findings:
     plan: Plan
     problems: list[str] = field(default_factory=list)
     ends: Counter[tuple[str, str]] = field(default_factory=Counter)
-    errors: Counter[str] = field(default_factory=Counter)
+    errors: Counter[tuple[int, str]] = field(default_factory=Counter)
     held: Counter[str] = field(default_factory=Counter)
     faults: list[Fault] = field(default_factory=list)
     points: list[QuietPoint] = field(default_factory=list)
@@ -151,7 +151,7 @@ def _judge(findings: Findings, name: str, load: Load) -> None:
             wrong.append(f"round {name!r}: {found}")
         findings.ends[outcome.kind, "wrong" if found else _end(outcome)] += 1
         if outcome.error is not None and outcome.question.status == 200:
-            findings.errors[f"{outcome.status}: {outcome.error.get('message')}"] += 1
+            findings.errors[outcome.status, str(outcome.error.get("code"))] += 1
         if found is None and outcome.done:
             for kind in ("all", f"round {name}"):
                 findings.first_tokens[kind] += [outcome.chunks[0] - outcome.sent] if outcome.chunks else []
