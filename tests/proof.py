@@ -194,41 +194,39 @@ def _acceptance_section(acceptance: dict[str, dict[str, Run]]) -> Iterator[str]:
 
 
 def _case_section(found: Findings) -> Iterator[str]:
-    prompts = len(found.subject.prompts)
     yield ""
     yield f"## {found.subject.name}"
     yield ""
     tokens = sum(comparison.tokens for _, comparison in found.plain)
-    yield (
-        f"Plain decoding against Transformers, {prompts} prompts in each of {len(found.plain)} kinds of sampling, "
-        f"{tokens:,} tokens. Kinds that differ (differences, margins):"
-    )
-    differ = [
-        f"T {plain.temperature:g}, {plain.sampling} ({_differences(comparison)})"
+    differences = [
+        f"T {plain.temperature:g}, {plain.sampling}: {_differences(comparison)}"
         for plain, comparison in found.plain
-        if not _differences(comparison).startswith("0 ")
+        if comparison.differences
     ]
-    yield "; ".join(differ) or "none."
+    yield (
+        f"Plain decoding against Transformers in {len(found.plain)} kinds of sampling, {tokens:,} tokens. "
+        f"Differences (margins): {'; '.join(differences) or 'none'}."
+    )
     yield ""
     yield (
-        "| together | page | block | T | sampling | drafting | chunked | path | cached | preemptions | prompts | "
-        "tokens | differences | margins | acceptance length |"
+        "| together | page | block | T | sampling | drafting | chunked | path | cached | preemptions | "
+        "tokens | differences (margins) | acceptance length |"
     )
-    yield "|---" * 15 + "|"
+    yield "|---" * 13 + "|"
     for case, run, comparison in found.cases:
         acceptance = f"{run.acceptance_length:.2f}" if run.verify_steps else "-"
         yield (
             f"| {case.concurrency} | {case.page_size} | {case.block_size if case.speculation != 'off' else '-'} | "
             f"{_value(case.temperature)} | {case.sampling} | {case.speculation} | {_value(case.chunked)} | "
             f"{case.path} | {_value(case.cached)} | "
-            f"{run.preemptions if case.preempted else '-'} | {prompts} | {comparison.tokens:,} | "
+            f"{run.preemptions if case.preempted else '-'} | {comparison.tokens:,} | "
             f"{_differences(comparison)} | {acceptance} |"
         )
 
 
 def _differences(comparison: Comparison) -> str:
     margins = ", ".join(f"{difference.margin:.2g}" for difference in comparison.differences)
-    return f"{len(comparison.differences)} | {margins or '-'}"
+    return f"{len(comparison.differences)} ({margins})" if margins else "0"
 
 
 def _value(value: object) -> str:

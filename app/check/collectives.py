@@ -65,24 +65,24 @@ def measured(device: str, size: int, seconds: float, command: Sequence[str] = CO
 
 def measure(backend: Backend, comm: Comm, rows: Sequence[int], hidden: int = HIDDEN) -> list[Case]:
     """Return a case for each number of rows. All ranks make the same calls."""
-    own = own_rows(backend, comm, max(rows), hidden)
-    return [case_of(backend, comm, own[:count].clone()) for count in rows]
+    local = local_rows(backend, comm, max(rows), hidden)
+    return [measured_sum(backend, comm, local[:count].clone()) for count in rows]
 
 
-def own_rows(backend: Backend, comm: Comm, rows: int, hidden: int) -> Tensor:
+def local_rows(backend: Backend, comm: Comm, rows: int, hidden: int) -> Tensor:
     """Return random numbers [rows, hidden] that differ between ranks."""
     generator = torch.Generator().manual_seed(comm.rank)
     return torch.randn(rows, hidden, generator=generator).to(backend.device, backend.defaults.dtype)
 
 
 @torch.inference_mode()
-def case_of(backend: Backend, comm: Comm, own: Tensor) -> Case:
-    """Return the error of the sum of all ranks' `own` [R, H], and the time of a sum that is launched eagerly."""
-    exact = comm.all_gather(own).cpu().double().sum(0)
-    total = comm.all_reduce(own.clone())
+def measured_sum(backend: Backend, comm: Comm, local: Tensor) -> Case:
+    """Return the error of an all-reduce of each rank's `local` [R, H], and the time of one that is launched eagerly."""
+    exact = comm.all_gather(local).cpu().double().sum(0)
+    total = comm.all_reduce(local.clone())
     error = float((total.cpu().double() - exact).abs().max() / exact.abs().max())
-    eager = seconds_each(backend, lambda: comm.all_reduce(own), calls=4, repeats=10)
-    return {"rows": len(own), "eager_us": 1e6 * eager, "error_of_largest": error, "passed": error < TOLERANCE}
+    eager = seconds_each(backend, lambda: comm.all_reduce(local), calls=4, repeats=10)
+    return {"rows": len(local), "eager_us": 1e6 * eager, "error_of_largest": error, "passed": error < TOLERANCE}
 
 
 def seconds_each(backend: Backend, run: Callable[[], object], calls: int, repeats: int) -> float:
@@ -126,4 +126,4 @@ def main(arguments: Sequence[str], measure: Measure = measure) -> int:
 
 
 if __name__ == "__main__":
-    os._exit(main(sys.argv[1:]))  # A process group may wait for ever at the interpreter's own exit.
+    os._exit(main(sys.argv[1:]))  # A process group may hang when the interpreter exits.

@@ -1,7 +1,7 @@
 """The conformance suite of a device: every operator of its backend against PyTorch's on the CPU in float32.
 
-`check`, the reports and the tests of each device folder run these cases, at sizes of their own. A relative error is a
-share of the largest value of the result; integers must be equal.
+`check`, the reports and the tests of each device folder run these cases, at different sizes. A relative error is a
+fraction of the largest value of the result; integers must be equal.
 """
 
 from collections import defaultdict
@@ -37,7 +37,7 @@ from app.engine.quantised import QuantisedWeight, Weight
 EPS = 1e-6
 FLOAT32_BYTES = 4
 WINDOW = 100
-"""Tokens that a row of sliding attention sees. It is no multiple of a page, so pages are cut."""
+"""Tokens that a row of sliding attention sees. Not a multiple of a page, so pages are cut."""
 HINT = "do not serve on it; with versions that belong together, report this output"
 EXPERTS = MoeConfig(16, 4, intermediate_size=256, norm_topk_prob=True)
 
@@ -55,7 +55,7 @@ class Case:
 @dataclass(frozen=True, slots=True)
 class Extent:
     """Shapes that are compared: heads are (query heads, KV heads, D), `causal` and `both_ways` requests by name.
-    `recurrent` are the heads of k and of v in a Gated DeltaNet layer and their size, like those of Qwen3.5-9B."""
+    `recurrent` is (k heads, v heads, D) of a Gated DeltaNet layer; the default is Qwen3.5-9B's."""
 
     heads: tuple[tuple[int, int, int], ...]
     causal: dict[str, Lens]
@@ -173,10 +173,11 @@ def _moe(at: Inputs, rows: int, hidden: int, bits: int, moe: MoeConfig) -> Prepa
     def packed(out_features: int, in_features: int) -> Weight:
         shape = count, out_features, in_features
         values = at.normal(*shape, scale=in_features**-0.5)
-        own = QuantisedWeight.int8(values)
-        if bits == 16 or not at.backend.multiplies(own):
-            return at.backend.empty_experts(values, *shape).copy_(values if bits == 16 else own.dequantised())
-        return at.backend.pack_linear(replace(own, data=at.backend.empty_experts(own.data, *shape).copy_(own.data)))
+        quantised = QuantisedWeight.int8(values)
+        if bits == 16 or not at.backend.multiplies(quantised):
+            return at.backend.empty_experts(values, *shape).copy_(values if bits == 16 else quantised.dequantised())
+        data = at.backend.empty_experts(quantised.data, *shape).copy_(quantised.data)
+        return at.backend.pack_linear(replace(quantised, data=data))
 
     router = at.normal(count, hidden, scale=hidden**-0.5).float()
     weights = ExpertWeights(router, packed(2 * inner, hidden), packed(hidden, inner))
@@ -230,7 +231,7 @@ def _positions(at: Inputs, batch: int, block: int, page: int) -> Prepared:
 
 
 def _verify(at: Inputs, batch: int, block: int) -> Prepared:
-    """Propose drafts of which about half are the target's own. Some choices are -1 (`NOT_FINITE`)."""
+    """Propose drafts, about half of which are the target's choices. Some choices are -1 (`NOT_FINITE`)."""
     num_drafts, order = at.integers(0, block, batch), at.scattered(batch, batch)
     first = (num_drafts.cumsum(0) - num_drafts).int() + at.int32(range(batch))
     choices, drafts = at.integers(-1, 3, batch * block).long(), at.integers(0, 2, batch, block - 1)
@@ -255,7 +256,8 @@ def _advance(at: Inputs, batch: int, block: int) -> Prepared:
 
 def _commit_and_verify(at: Inputs, batch: int, width: int, k_heads: int, v_heads: int, dim: int) -> Prepared:
     """Commit some rows of a last step, and verify others. States go to other slots, so that a call may be repeated."""
-    shape, block, each = GatedDeltaConfig((0,), 4, k_heads, v_heads, dim, dim), 16, torch.arange(batch)
+    shape = GatedDeltaConfig((0,), 4, k_heads, v_heads, dim, dim)
+    block, each = 16, torch.arange(batch)
     counts, accepted = 1 + 5 * each % width, (3 + each) % (block + 1)
     is_new = (each == batch // 2) & (each > 0)
     memory = LayerState(
@@ -265,13 +267,13 @@ def _commit_and_verify(at: Inputs, batch: int, width: int, k_heads: int, v_heads
         at.int32([40] * (2 * batch + 1)),
     )
     weights = at.normal(shape.channels, 4), at.normal(v_heads).float() - 1, at.normal(v_heads).float() - 1
-    own = 1 + each, 1 + batch + each, (40 + accepted) * ~is_new, counts
-    slots, next_slots, starts, lens = (at.int32(x) for x in own)
+    slots, next_slots = at.int32(1 + each), at.int32(1 + batch + each)
+    starts, lens = at.int32((40 + accepted) * ~is_new), at.int32(counts)
     row, first = torch.arange(width), counts.cumsum(0) - counts
     is_row = row < counts[:, None]
     rows = at.int32(torch.where(is_row, first[:, None] + row, 0)).long()
-    places = at.int32(is_row.flatten().nonzero()[:, 0])
-    step = SequenceRows(slots.long(), next_slots.long(), starts, lens, rows, places)
+    row_indices = at.int32(is_row.flatten().nonzero()[:, 0])
+    step = SequenceRows(slots.long(), next_slots.long(), starts, lens, rows, row_indices)
     inputs, kept = at.normal(int(counts.sum()), shape.input_width), is_row.to(at.backend.device)[..., None]
     recurrence = Recurrence(shape, at.backend, *weights)
 
@@ -286,10 +288,10 @@ def _commit_and_verify(at: Inputs, batch: int, width: int, k_heads: int, v_heads
 def find(backend: Backend, name: str) -> Finding:
     """Return what `check` says of one operator."""
     compared = cases(replace(SMALL, page=backend.defaults.page_size))[name]
-    found = [difference(backend, case.operator)[1] for case in compared]
-    largest = float(np.max(found))
+    errors = [difference(backend, case.operator)[1] for case in compared]
+    largest = float(np.max(errors))
     if isnan(largest):
         return failed("the result is not all numbers", HINT)
-    if any(relative > case.tolerance for relative, case in zip(found, compared, strict=True)):
+    if any(error > case.tolerance for error, case in zip(errors, compared, strict=True)):
         return failed(f"differs from the CPU by up to {largest:.1%} of the largest value", HINT)
     return ok(f"as on the CPU, to {largest:.1%} of the largest value" if largest else "exactly as on the CPU")

@@ -65,7 +65,7 @@ def probes(device: str, ranks: int = 1) -> list[Probe]:
 
     Several `ranks` have a device each, from this one on, and a collective is tried between them.
     """
-    settled = _found(device)
+    settled = _settled(device)
     kind = settled.partition(":")[0]
     host = {"cuda": cuda_host.probes, "npu": npu_host.probes}[kind](settled) if kind != "cpu" else []
 
@@ -92,14 +92,14 @@ def torch_build(kind: str) -> Finding:
         import torch
     except Exception as error:
         return failed(f"torch cannot be loaded: {str(error).strip().partition(chr(10))[0]}", "install torch again")
-    found = f"torch {torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU'} build"
+    build = f"torch {torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU'} build"
     base = torch.__version__.partition("+")[0]
     if kind == "npu" and torch.version.cuda:
         hint = f"pip install --index-url {CPU_INDEX} torch=={base}"
-        return failed(f"{found}: torch_npu works with a CPU build only", hint)
+        return failed(f"{build}: torch_npu works with a CPU build only", hint)
     if kind == "cuda" and not torch.version.cuda:
-        return failed(f"{found}: it knows no GPUs", f"pip install torch=={base} from PyPI, which is a CUDA build")
-    return ok(found)
+        return failed(f"{build}: it knows no GPUs", f"pip install torch=={base} from PyPI, which is a CUDA build")
+    return ok(build)
 
 
 def backend(opened: "Backend") -> Finding:
@@ -116,19 +116,19 @@ def backend(opened: "Backend") -> Finding:
 def memory(opened: "Backend") -> Finding:
     free, total = opened.memory()
     held = total - free
-    found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    sizes = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
     if opened.memory_is_host:
-        return ok(found)
+        return ok(sizes)
     if held >= MEMORY_SHARE * total:
-        return failed(found, "others hold the device: end them, or choose another with --device")
+        return failed(sizes, "others hold the device: end them, or choose another with --device")
     if held > (1 - MEMORY_SHARE) * total:
         hint = f"{held / GIB:.1f} GiB are held by others and will be missing: end them, or see --memory-utilization"
-        return warning(found, hint)
-    return ok(found)
+        return warning(sizes, hint)
+    return ok(sizes)
 
 
 def all_reduce(opened: "Backend", device: str, ranks: int) -> Finding:
-    """Let `ranks` processes add up, each on its own device."""
+    """Try a sum over `ranks` processes, one for each device."""
     from app.check.collectives import measured
 
     opened.check_ranks(ranks)
@@ -146,7 +146,7 @@ def _operator(opened: Callable[[], "Backend"], name: str) -> Finding:
     return operators.find(opened(), name)
 
 
-def _found(device: str) -> str:
+def _settled(device: str) -> str:
     """Return the device that `serve` would take, or an NPU that it cannot use, because the probes say why."""
     try:
         from app.engine.device.factory import found_device

@@ -141,7 +141,7 @@ def test_a_published_evaluation_is_asked(server: OwnServer, tmp_path: Path) -> N
         ("--compare plain,fast", 2, "no variant 'fast'"),
         ("--compare plain,plain", 2, "a variant is there twice"),
         ("--base-url http://a --compare plain", 2, "--base-url names servers that run"),
-        ("--base-url http://a --base-url http://a", 2, "need names of their own"),
+        ("--base-url http://a --base-url http://a", 2, "need different names"),
         ("--serve-args=--port=1", 2, "--serve-args --port=1"),
         ("--compare plain --serve-args=--frobnicate", 1, "the server plain did not start: error: unknown flag"),
         ("--out /proc/x", 2, "--out /proc/x"),

@@ -1,1 +1,1 @@
-"""Benches that compare: several ways of doing the same, run by turns on the same machine, until the ratio is known."""
+"""Benches that compare: variants interleaved on one machine until their ratio is known."""

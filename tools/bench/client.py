@@ -39,7 +39,7 @@ class ServerError(Exception):
 class Server:
     """Address and model. `url` is without /v1, and `fields` go into the body of every request.
 
-    Without `keep_alive` each request has a connection of its own.
+    Without `keep_alive` each request opens a new connection.
     """
 
     name: str
@@ -63,15 +63,11 @@ class Server:
 
 @dataclass(slots=True)
 class Answer:
-    """One request. All moments are seconds of one clock.
-
-    `chunks` are the moments of events with text. `last` is the moment of the last chunk, of a later finish reason,
-    because a last token may have no text, or of the failure. `tokens` is the server's usage.
-    """
+    """One request. All times are seconds of one clock."""
 
     sent: float
-    chunks: list[float] = field(default_factory=list)
-    last: float = 0.0
+    chunks: list[float] = field(default_factory=list)  # times of events with text
+    last: float = 0.0  # of the last chunk or a later finish reason (a last token may have no text), or of the failure
     prompt_tokens: int = 0
     cached_tokens: int = 0
     tokens: int = 0
@@ -155,7 +151,7 @@ async def ask(
 ) -> Answer:
     """Send one request and read its stream. A failure is the answer's `error`; nothing is raised.
 
-    The prompt's own length overrides that of `wishes`.
+    The prompt's length overrides the one in `wishes`.
     """
     body: dict[str, Any] = {"model": server.model, "stream": True, "stream_options": {"include_usage": True}}
     body |= {**prompt.body, **wishes}
@@ -230,7 +226,7 @@ class Drafting(Counter[tuple[str, int | None]]):
 
     @classmethod
     def read(cls, exposition: str) -> "Drafting | None":
-        """Read Prometheus' text under any prefix, summed over other labels. None means that there are no counters."""
+        """Read Prometheus' text under any prefix, summed over other labels. None means no counters."""
         counts = cls()
         for name, labels, value in _SAMPLE.findall(exposition):
             position = _POSITION.search(labels)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 BOXED = r"Please reason step by step, and put your final answer within \boxed{}."
-"""Instruction after the questions of GSM8K and MATH-500 in DFlash's own evaluation, as are HumanEval's and Alpaca's."""
+"""Instruction after the questions of GSM8K and MATH-500 in DFlash's evaluation, like HumanEval's and Alpaca's below."""
 LETTER = 'End with the letter of the right choice, like this: "Answer: A".'
 HUMAN_EVAL = "Write a solution to the following problem and make sure that it passes the tests:"
 MBPP = "You are an expert Python programmer, and here is your task:"
@@ -45,7 +45,7 @@ class Format:
 
 
 def prompts_of(fields: object) -> list[Prompt]:
-    """Return the prompts of one entry, of which MT-Bench has two. Raises ValueError."""
+    """Return the prompts of one entry (two for MT-Bench). Raises ValueError."""
     if not isinstance(fields, dict):
         raise ValueError(f"an object is wanted, not {fields!r:.40}")
     for form in FORMATS:

@@ -1,4 +1,4 @@
-"""Servers against one another, over HTTP and by turns: `python -m tools.bench`.
+"""Servers compared over HTTP, interleaved: `python -m tools.bench`.
 
 --base-url names OpenAI-compatible servers of any make. Otherwise the bench starts a server for each variant. Every
 round asks each server the same prompts once, in a random order. Rounds end when each ratio to the first server is known
@@ -73,7 +73,7 @@ def measure(
     options: argparse.Namespace,
     console: Console,
 ) -> Cell:
-    """Warm the servers up, then run rounds by turns until the ratios are known or there are enough rounds.
+    """Warm the servers up, then run interleaved rounds until the ratios are known or there are enough rounds.
 
     Raises ServerError if every request of a round failed.
     """
@@ -81,11 +81,11 @@ def measure(
     played: dict[str, list[Round]] = {server.name: [] for server in peers}
 
     def play(server: Server) -> float:
-        found = runner.run(run_round(server, asked, load))
-        if not found.tokens:
-            raise ServerError(f"every request to {server.name} failed: {found.failures[0]}")
-        played[server.name].append(found)
-        return found.speed
+        result = runner.run(run_round(server, asked, load))
+        if not result.tokens:
+            raise ServerError(f"every request to {server.name} failed: {result.failures[0]}")
+        played[server.name].append(result)
+        return result.speed
 
     ways = {server.name: partial(play, server) for server in peers}
     claims = [Claim(name, peers[0].name, options.at_least) for name in list(ways)[1:]]
@@ -95,7 +95,7 @@ def measure(
         task = bar.add_task(f"{where}: warm-up", total=max_rounds)
         for way in ways.values():
             way()
-        warm_up_failures = {name: rounds_of.pop().failures for name, rounds_of in played.items()}
+        warm_up_failures = {name: played_rounds.pop().failures for name, played_rounds in played.items()}
         for comparison in rounds(ways, claims, max_rounds=max_rounds, tight=options.tight, seed=options.seed):
             known = sum(comparison.verdict(claim) != "unsettled" for claim in claims)
             ratios = f", {known} of {len(claims)} ratios known" if claims else ""
@@ -110,15 +110,15 @@ def servers(
     """Yield the servers of --base-url, or those that it starts and ends, with a line about each."""
     names = [name for name, _ in options.base_url]
     if len(set(names)) < len(names):
-        raise ConfigError(f"--base-url: {' and '.join(names)} need names of their own", "NAME=URL")
+        raise ConfigError(f"--base-url: {' and '.join(names)} need different names", "NAME=URL")
     with ExitStack() as stack:
         urls, about = dict(options.base_url), [f"{name}: {url}" for name, url in options.base_url]
         for variant in variants if not urls else ():
-            own = OwnServer(variant, options.serve_args)
+            server = OwnServer(variant, options.serve_args)
             with console.status(f"starting {variant}") as status:
-                stack.enter_context(own).wait_until_ready(status.update)
-            about.append(f"{variant}: {own}")
-            urls = urls | {variant: own.url}
+                stack.enter_context(server).wait_until_ready(status.update)
+            about.append(f"{variant}: {server}")
+            urls = urls | {variant: server.url}
         peers = [Server(name, url, "", options.api_key, options.extra_body) for name, url in urls.items()]
         yield [replace(peer, model=options.model or asyncio.run(first_model(peer))) for peer in peers], about
 
@@ -141,14 +141,14 @@ def _variants(options: argparse.Namespace) -> list[str]:
 def loads(options: argparse.Namespace) -> list[Load]:
     """Return a load for each request rate or concurrency. Raises ConfigError if --num-prompts has another length."""
     sampling = options.max_tokens, options.temperature, options.seed, options.timeout
-    found = [Load(concurrency, None, *sampling) for concurrency in options.concurrency]
+    loads = [Load(concurrency, None, *sampling) for concurrency in options.concurrency]
     if options.request_rate:
-        found = [Load(1, rate, *sampling) for rate in options.request_rate]
+        loads = [Load(1, rate, *sampling) for rate in options.request_rate]
     numbers = options.num_prompts or [None]
-    if len(numbers) not in (1, len(found)):
+    if len(numbers) not in (1, len(loads)):
         given = ",".join(map(str, numbers))
-        raise ConfigError(f"--num-prompts {given}: there are {len(found)} loads", "give one, or one for each load")
-    return [replace(load, num_prompts=numbers[i % len(numbers)]) for i, load in enumerate(found)]
+        raise ConfigError(f"--num-prompts {given}: there are {len(loads)} loads", "give one, or one for each load")
+    return [replace(load, num_prompts=numbers[i % len(numbers)]) for i, load in enumerate(loads)]
 
 
 def _synthetic(runner: asyncio.Runner, server: Server, options: argparse.Namespace) -> prompts.Dataset:

@@ -49,7 +49,7 @@ def cpu_name() -> str:
 
 
 def split_page(page: Path) -> tuple[str, str]:
-    """Return the text before and behind the marks of a Markdown page.
+    """Return the text before and after the marks of a Markdown page.
 
     Raises ConfigError if the page has no marks or cannot be read or written.
     """

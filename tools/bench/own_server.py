@@ -44,7 +44,7 @@ def flags_of(variant: str) -> tuple[str, ...]:
 
 
 class ServerProcess:
-    """Context with a running server, in a session of its own because Ctrl-C must reach the bench alone.
+    """Context with a running server, in a separate session because Ctrl-C must reach only the bench.
 
     `ready` is the path that answers 200 when it has loaded.
     """
@@ -102,7 +102,7 @@ class ServerProcess:
 
 
 class OwnServer(ServerProcess):
-    """This package's server. `program` is the module that gets the command line, with its own arguments in front."""
+    """This package's server. `program` is the module that gets the command line, preceded by its arguments."""
 
     def __init__(self, variant: str, serve_args: Sequence[str], program: Sequence[str] = ("app",)) -> None:
         for argument in serve_args:

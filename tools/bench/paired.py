@@ -59,14 +59,14 @@ class Claim:
     against: str
     bound: float | None = None
 
-    def verdict(self, found: Ratio, tight: float) -> str:
+    def verdict(self, ratio: Ratio, tight: float) -> str:
         """Return "met" or "missed", without a bound "measured", or "unsettled" if the interval is too wide to say."""
-        known = found.width <= tight
+        known = ratio.width <= tight
         if self.bound is None:
             return "measured" if known else "unsettled"
-        if found.low >= self.bound or (known and found.middle >= self.bound):
+        if ratio.low >= self.bound or (known and ratio.middle >= self.bound):
             return "met"
-        return "missed" if found.high < self.bound or known else "unsettled"
+        return "missed" if ratio.high < self.bound or known else "unsettled"
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ SLACK = 16
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Prompts, of which `first(n)` returns n. A short list repeats."""
+    """Prompts. `first(n)` returns n of them, and repeats a short list."""
 
     name: str
     first: Callable[[int], list[Prompt]]

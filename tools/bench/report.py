@@ -89,8 +89,8 @@ def tables(cells: Sequence[Cell], limits: Mapping[str, float]) -> list[Table]:
         return {name: f"{length:.2f}" if length else "-" for name, length in lengths.items()}
 
     def goodput(cell: Cell) -> Row:
-        found = {name: cell.goodput(name, limits) for name in cell.rounds}
-        return {name: f"{rate:.2f} ({100 * share:.0f} %)" for name, (rate, share) in found.items()}
+        rates = {name: cell.goodput(name, limits) for name in cell.rounds}
+        return {name: f"{rate:.2f} ({100 * share:.0f} %)" for name, (rate, share) in rates.items()}
 
     def by_cell(cells: Sequence[Cell], row: Callable[[Cell], Row]) -> list[Row]:
         return [_head(cell) | row(cell) for cell in cells]
@@ -98,7 +98,7 @@ def tables(cells: Sequence[Cell], limits: Mapping[str, float]) -> list[Table]:
     acceptances = by_cell(cells if drafting else (), acceptance)
     latencies = [_head(cell) | _latency(cell, name) for cell in cells for name in cell.rounds]
     compared = [cell for cell in cells if len(cell.rounds) > 1]
-    found = [
+    shown = [
         Table("speed", "Output tokens per second", SPEED, by_cell(cells, _speed)),
         Table("acceptance", "Mean acceptance length by batch size", ACCEPTANCE, acceptances),
         Table("positions", "Acceptance per position", POSITIONS, _positions(cells)),
@@ -106,7 +106,7 @@ def tables(cells: Sequence[Cell], limits: Mapping[str, float]) -> list[Table]:
         Table("latency", "Latency in ms, p50 / p90 / p99", LATENCY, latencies),
         Table("goodput", "Goodput", GOODPUT.format(kept), by_cell(cells if limits else (), goodput)),
     ]
-    return [table for table in found if table.rows]
+    return [table for table in shown if table.rows]
 
 
 def _variants(cells: Sequence[Cell]) -> list[str]:
@@ -128,16 +128,16 @@ def _speed(cell: Cell) -> Row:
 
 def _positions(cells: Sequence[Cell]) -> list[Row]:
     """Return acceptance by position for each text and variant that drafted, over all loads."""
-    found: dict[tuple[str, str], list[float]] = {}
+    acceptance: dict[tuple[str, str], list[float]] = {}
     for text, name in product(dict.fromkeys(cell.text for cell in cells), _variants(cells)):
         if counts := [count for cell in cells if cell.text == text and (count := cell.drafting(name))]:
-            found[text, name] = reduce(Drafting.and_also, counts).acceptance_at
-    width = max(map(len, found.values()), default=0)
+            acceptance[text, name] = reduce(Drafting.and_also, counts).acceptance_at
+    width = max(map(len, acceptance.values()), default=0)
     return [
         {"text": text, "variant": name}
         | {f"at {k}": f"{share:.2f}" for k, share in enumerate(shares, 1)}
         | {f"at {k}": "-" for k in range(len(shares) + 1, width + 1)}
-        for (text, name), shares in found.items()
+        for (text, name), shares in acceptance.items()
         if shares
     ]
 
@@ -162,31 +162,31 @@ def milliseconds(seconds: float) -> str:
 
 def notes(cells: Sequence[Cell]) -> list[str]:
     """Return the facts that change the meaning of the tables."""
-    found = []
+    remarks = []
     for cell in cells:
         where = f"{cell.text}, {cell.load}"
         if (different := len(set(map(id, cell.prompts)))) < len(cell.prompts):
-            found.append(f"{where}: {different} prompts came round again until there were {len(cell.prompts)}")
+            remarks.append(f"{where}: {different} prompts came round again until there were {len(cell.prompts)}")
         for name in cell.rounds:
             reasons = Counter(cell.failures(name))
-            found += [f"{where}: {count} requests to {name} failed: {why}" for why, count in reasons.items()]
+            remarks += [f"{where}: {count} requests to {name} failed: {why}" for why, count in reasons.items()]
             answers = cell.answers(name)
             asked = sum(answer.prompt_tokens for answer in answers)
             cached = sum(answer.cached_tokens for answer in answers)
             if cached > asked / 100:
-                found.append(f"{where}: {name} had {100 * cached / asked:.0f} % of the prompts' tokens in a cache")
+                remarks.append(f"{where}: {name} had {100 * cached / asked:.0f} % of the prompts' tokens in a cache")
             exact = [(prompt, answer) for prompt, answer in cell.asked(name) if prompt.exact and answer.error is None]
             if short := sum(answer.tokens < (prompt.max_tokens or 0) for prompt, answer in exact):
-                found.append(f"{where}: {short} answers of {name} are shorter than asked: it ignores ignore_eos")
+                remarks.append(f"{where}: {short} answers of {name} are shorter than asked: it ignores ignore_eos")
     verdicts = Counter(c.comparison.verdict(claim) for c in cells for claim in c.comparison.claims)
     if unsettled := verdicts["unsettled"]:
         intervals = f"{unsettled} of {verdicts.total()} intervals are too wide to settle"
-        found.append(f"{intervals}: raise --max-rounds, or allow more --tight")
-    return found
+        remarks.append(f"{intervals}: raise --max-rounds, or allow more --tight")
+    return remarks
 
 
 def lengths(cells: Sequence[Cell]) -> str:
-    """Return the mean numbers of tokens of prompts and answers, by the servers' own counts."""
+    """Return the mean numbers of tokens of prompts and answers, as the servers count them."""
     answers = [answer for cell in cells for name in cell.rounds for answer in cell.answers(name)]
     asked = sum(answer.prompt_tokens for answer in answers) / len(answers)
     answered = sum(answer.tokens for answer in answers) / len(answers)
@@ -209,10 +209,10 @@ def as_json(cells: Sequence[Cell], shown: Sequence[Table], **about: Any) -> dict
 def _requests(cell: Cell, variant: str) -> Iterator[Row]:
     """Yield every request, whose `text` is the answer's. `chunks` and `last` are seconds after it was sent."""
     for index, (_, answer) in enumerate(cell.asked(variant)):
-        number, place = divmod(index, len(cell.prompts))
+        number, position = divmod(index, len(cell.prompts))
         yield (
             _head(cell)
-            | {"dataset": cell.text, "variant": variant, "round": number, "prompt": place}
+            | {"dataset": cell.text, "variant": variant, "round": number, "prompt": position}
             | asdict(answer)
             | {"chunks": [round(moment - answer.sent, 6) for moment in answer.chunks]}
             | {"last": round(answer.e2el, 6)}

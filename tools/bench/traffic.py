@@ -109,7 +109,7 @@ async def at_moments(send: Ask[T], moments: Sequence[float]) -> list[T]:
 
 
 def conversations(prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Return the indices of the prompts of each conversation, most of which have one."""
+    """Return the indices of the prompts of each conversation; most have one."""
     found: list[list[int]] = []
     for index, prompt in enumerate(prompts):
         if prompt.follows and found:

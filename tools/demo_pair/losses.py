@@ -64,13 +64,13 @@ def draft_loss(
         weights = usable.float() + 1e-9
         anchors = torch.multinomial(weights, length // TOKENS_PER_ANCHOR, generator=generator)
         embeddings = block_embeddings(target, batch.ids, anchors, mask_id)
-        places = anchors.unsqueeze(-1) + torch.arange(1, size, device=anchors.device)
-        inside = places < length
-        places = places.clamp(max=length - 1)
-        labels = batch.ids.gather(1, places.flatten(1)).view_as(places)
-        valid = (agrees.gather(1, places.flatten(1)).view_as(places) & inside).cumprod(-1).bool()
+        positions = anchors.unsqueeze(-1) + torch.arange(1, size, device=anchors.device)
+        inside = positions < length
+        positions = positions.clamp(max=length - 1)
+        labels = batch.ids.gather(1, positions.flatten(1)).view_as(positions)
+        valid = (agrees.gather(1, positions.flatten(1)).view_as(positions) & inside).cumprod(-1).bool()
         valid &= usable.gather(1, anchors).unsqueeze(-1)
-        decay = torch.exp(-torch.arange(size - 1, device=anchors.device) / gamma).expand_as(places)[valid]
+        decay = torch.exp(-torch.arange(size - 1, device=anchors.device) / gamma).expand_as(positions)[valid]
     rows = draft(features, anchors, embeddings, batch.positions)[:, :, 1:][valid]
     before = torch.cat((batch.ids.gather(1, anchors).unsqueeze(-1), labels[..., :-1]), -1)[valid]
     losses = F.cross_entropy(target.logits(rows) + draft.pairs(rows, before), labels[valid], reduction="none")

@@ -176,7 +176,7 @@ class MarkovHead(nn.Module):
         nn.init.zeros_(self.markov_w2.weight)
 
     def forward(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Map as `CandidateSelector` does, whatever the hidden states are."""
+        """Map as `CandidateSelector` does, for any hidden states."""
         return self.markov_w2(self.markov_w1(before))
 
 
@@ -196,7 +196,7 @@ class DraftLayer(Layer):
     ) -> Tensor:
         """`x` `[B, A*S, H]`, `context` `[B, T, H]` (after hidden_norm), `anchors` `[B, A]` positions.
 
-        A block sees the features strictly before its anchor and all of its own rows.
+        A block sees the features strictly before its anchor and all rows of the block.
         """
         a, count = self.input_layernorm(x), anchors.shape[1]
         convolved = "attention_conv" in self._modules
@@ -270,7 +270,7 @@ class Target(nn.Module):
 
 
 class Draft(nn.Module):
-    """The DFlash draft: no embedding and no head of its own; the state dict is the published file."""
+    """The DFlash draft, without embedding and head; the state dict is the published file."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`python -m tools.lab PART ...`: measurements of this server's own code, from a source tree."""
+"""`python -m tools.lab PART ...`: measurements of this server's code, from a source tree."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""The engine on a CPU, by turns against Transformers' `generate`: `python -m tools.lab cpu`.
+"""The engine on a CPU and Transformers' `generate`, interleaved: `python -m tools.lab cpu`.
 
 Whole math requests of the demo pair run in this process.
 """
@@ -32,7 +32,7 @@ CLAIMS = {
     16: [Claim("full", "plain", 1.8), Claim("auto", "plain", 1.8)],
 }
 """Aims by concurrency."""
-MEANING = "Medians of rounds by turns. A ratio is of paired rounds, with its 95 % interval, which the verdict ignores."
+MEANING = "Medians of interleaved rounds. A ratio is of paired rounds with a 95 % interval, which the verdict ignores."
 
 
 class Transformers:

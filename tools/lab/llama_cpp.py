@@ -1,4 +1,4 @@
-"""llama.cpp's server and this one, by turns over HTTP: `python -m tools.lab llama_cpp`.
+"""llama.cpp's server and this one over HTTP, interleaved: `python -m tools.lab llama_cpp`.
 
 The first run builds llama-server from the source in a package's sdist, which takes cmake, g++ and some 10 minutes. Both
 servers have the same weights, dtype, threads and prompts, as token ids, and answer greedily.
@@ -87,9 +87,9 @@ AIMS = {
 }
 """Least ratio of tokens a second, by pair, way and requests at once."""
 MEANING = (
-    "Output tokens a second over HTTP, prompts included, the median of rounds by turns; the ratio is of paired rounds, "
-    "with its 95 % interval. `dflash` verifies whole blocks of 16 in both servers. `same text` is how many answers "
-    "are equal. `accepted` is the acceptance length by each server's counters, the bonus included. `MB` is resident "
+    "Output tokens a second over HTTP, prompts included, the median of interleaved rounds; the ratio is of paired "
+    "rounds, with its 95 % interval. `dflash` verifies whole blocks of 16 in both servers. `same text` is how many "
+    "answers are equal. `accepted` is the acceptance length by each server's counters, bonus included. `MB` is resident "
     "memory of all processes of a server after its rounds. Random weights have no drafts that hit, and llama.cpp "
     "cannot draw their acceptance. So `qwen3-0.6b, dflash` has the cost of a step with whole blocks, and no aim."
 )
@@ -153,7 +153,7 @@ class Files(NamedTuple):
 
 
 class Bench:
-    """Two servers by turns, started for each pair and way of decoding. `about` has their commands and remarks."""
+    """Two servers, interleaved, started for each pair and way of decoding. `about` has their commands and remarks."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options

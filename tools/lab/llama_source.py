@@ -47,7 +47,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def unpack(sdist: Path, to: Path) -> None:
-    """Write llama.cpp's files of an sdist, whose own folder lies around them."""
+    """Write llama.cpp's files of an sdist, without its top folder."""
     with tarfile.open(sdist) as archive:
         for member in archive:
             path = member.name.partition("/")[2]

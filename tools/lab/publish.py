@@ -46,12 +46,12 @@ def publish(
     print(*tables, sep="\n")
     print(*(f"- {verdict}" for verdict in verdicts), sep="\n")
     if folder:
-        found: dict[str, Any] = {
+        report: dict[str, Any] = {
             "command": shlex.join(["python", "-m", "tools.lab", part, *arguments]),
             "machine": describe(),
             "about": list(about),
             "verdicts": [{"claim": v.claim, "holds": v.holds, "found": v.found} for v in verdicts],
             "tables": {table.name: table.rows for table in tables},
         }
-        (folder / f"{part}.json").write_text(json.dumps(found | results, indent=1))
+        (folder / f"{part}.json").write_text(json.dumps(report | results, indent=1))
     return int(any(verdict.holds is False for verdict in verdicts))

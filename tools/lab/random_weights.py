@@ -1,6 +1,7 @@
 """Models of real sizes with random weights, made on the device. The cost of a step does not depend on them.
 
-Their tokens mean nothing. Each target has a draft like the published Qwen3 ones of block 16; the demo pair has its own.
+Their tokens mean nothing. Each target has a draft like the published Qwen3 ones of block 16; the demo pair has the
+demo's.
 """
 
 import gc
@@ -99,8 +100,8 @@ NAMES = (DEMO_PAIR, *TARGETS)
 class RandomWeights:
     """Weights that are made on the device when a model asks for them.
 
-    Norms are ones. Other tensors are normal, scaled to keep the size of a projection's input. A tensor depends on the
-    name of the folder and its own alone; kinds of device may differ. Optional tensors are missing, so a draft shares
+    Norms are ones. Other tensors are normal, scaled to keep the size of a projection's input. A tensor depends on
+    the names of the folder and the tensor; kinds of device may differ. Optional tensors are missing, so a draft shares
     the target's embedding and lm_head.
     """
 
@@ -175,7 +176,7 @@ def random_engine(wanted: str, *, draft: bool, device: str, **config: Any) -> En
 
 
 class WrittenWeights(RandomWeights):
-    """Random weights of which each tensor is written to a file in `to`."""
+    """Random weights whose tensors are each written to a file in `to`."""
 
     def __init__(self, folder: Path, to: Path) -> None:
         super().__init__(Checkpoint(folder), torch.device("cpu"), torch.bfloat16, lambda *_: None)
@@ -206,7 +207,7 @@ def write_checkpoints(wanted: str, folder: Path) -> tuple[Path, Path]:
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Write the demo's tokenizer with more tokens, each of a text of its own, so that texts tell what was answered."""
+    """Write the demo's tokenizer with more tokens, each with a different text, so that texts tell what was answered."""
     tokenizer = json.loads((DEMO / "target" / "tokenizer.json").read_text(encoding="utf-8"))
     vocab = tokenizer["model"]["vocab"]
     vocab |= {f"Ġ{token}": token for token in range(len(vocab), vocab_size)}

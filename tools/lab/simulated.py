@@ -52,7 +52,7 @@ def wish(text: str) -> tuple[float, ...]:
 def survival(wished: Sequence[float], block_size: int) -> list[float]:
     """Return the chance that the first k drafts are all accepted, for k = 1 .. block_size - 1.
 
-    A single number is the mean acceptance length, bonus included; every draft behind accepted ones has the same chance.
+    A single number is the mean acceptance length, bonus included; every draft after accepted ones has the same chance.
     More numbers are these chances themselves, like the counters per position of vLLM and of this server. Later
     positions have none. Raises ConfigError for a length or a rate that cannot be.
     """
@@ -77,7 +77,7 @@ def mean_length(rates: Sequence[float]) -> float:
 
 
 def simulate(core: EngineCore, rates: Sequence[float], seed: int = 0) -> None:
-    """Let the steps of `core` accept drawn numbers of drafts, with the chances `rates` of `survival`."""
+    """Make the steps of `core` accept drawn numbers of drafts, with the chances `rates` of `survival`."""
     # The loop uses no other method of a runner.
     core.runner = cast(ModelRunner, SimulatedRunner(core.runner, rates, seed, tell_device=core.overlap))
 

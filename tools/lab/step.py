@@ -49,7 +49,7 @@ Found = Mapping[Shape, Measured]
 
 
 class Series(NamedTuple):
-    """Shapes that differ in the number of sequences alone, or in their context alone."""
+    """Shapes that differ only in the number of sequences, or only in their context."""
 
     axis: Literal["batch", "context"]
     shapes: Sequence[Shape]
@@ -271,7 +271,7 @@ def _row(
 
 
 def _speedup(shape: Shape, found: Found, length: float) -> str:
-    """Return a whole block's tokens a second over those of plain steps, within rounds."""
+    """Return the ratio of tokens per second, whole blocks over plain steps, within rounds."""
     faster = ratio(found[replace(shape, drafts=False)].totals, found[shape].totals)
     return str(Ratio(length * faster.middle, length * faster.low, length * faster.high))
 

@@ -1,7 +1,7 @@
 """Decode steps of given shapes, timed in their parts: scheduled, launched, read and committed like in EngineCore.
 
 Sequences reach their context without a prefill: the scheduler plans it and commits it, but nothing is launched. So
-lengths, pages and page tables are those of serving, and attention costs the same over whatever KV the memory holds. The
+lengths, pages and page tables are as in serving, and attention costs the same over any KV in memory. The
 engine is useless afterwards, because its prefix cache holds pages that were never computed.
 """
 

@@ -19,7 +19,7 @@ Texts = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """An engine whose texts are compared with those of another way."""
+    """An engine whose texts are compared with another way's."""
 
     like: str | None = None
     """The other way. None is a way that others are compared with."""
@@ -41,7 +41,7 @@ DRAWN = {"temperature": 0.7, "top_p": 0.95}
 FP32 = {"dtype": "float32"}
 NARROW = FP32 | {"verify": 4}
 ACCEPTED = "graphs, fp32, 3 drafts accepted"
-OF_NARROW = "graphs, fp32, 4 rows of a block verified, 2 drafts accepted"
+FEW_VERIFIED = "graphs, fp32, 4 rows of a block verified, 2 drafts accepted"
 PLAIN = "no draft, fp32"
 WAYS = {
     "graphs": Way(),
@@ -51,8 +51,8 @@ WAYS = {
     ACCEPTED: Way(config=FP32, accepted=3),
     "the same, one step at a time": Way(ACCEPTED, 1, FP32, accepted=3, overlap=False),
     "the same, eager": Way(ACCEPTED, 1, FP32 | {"enforce_eager": True}, accepted=3),
-    OF_NARROW: Way(config=NARROW, accepted=2),
-    "the same, narrow and eager": Way(OF_NARROW, 1, NARROW | {"enforce_eager": True}, accepted=2),
+    FEW_VERIFIED: Way(config=NARROW, accepted=2),
+    "the same, narrow and eager": Way(FEW_VERIFIED, 1, NARROW | {"enforce_eager": True}, accepted=2),
     PLAIN: Way(config=FP32, draft=False),
     "graphs, fp32": Way(PLAIN, 1, FP32),
 }
@@ -76,10 +76,10 @@ def parts_of(model: str, device: str, *, answer: int) -> list[Part]:
         if name not in made:
             made[name] = None
             made[name] = texts_of(WAYS[name], model, device, answer)
-        found = made[name]
-        if found is None:
+        result = made[name]
+        if result is None:
             raise RuntimeError(f"{name!r} failed, and there is nothing to compare with")
-        return found
+        return result
 
     return [Part(name, partial(compared, way, name, texts)) for name, way in WAYS.items()]
 
@@ -99,11 +99,11 @@ def texts_of(way: Way, model: str, device: str, answer: int) -> Texts:
 
 
 def compared(way: Way, name: str, texts: Callable[[str], Texts]) -> Result:
-    found = texts(name)
-    result: Result = {"of": sum(map(len, found))}
+    ours = texts(name)
+    result: Result = {"of": sum(map(len, ours))}
     if way.like is None:
         return result
-    pairs = list(zip(found, texts(way.like), strict=True))
+    pairs = list(zip(ours, texts(way.like), strict=True))
     differ = sum(text != other for text, other in pairs)
     alike = sum(_same(text, other) for text, other in pairs)
     result |= {"like": way.like, "tokens alike": alike, "requests that differ": differ, "that may": way.may_differ}
@@ -120,11 +120,11 @@ def _same(text: list[int], other: list[int]) -> int:
 
 @contextmanager
 def capturing(on: bool) -> Iterator[None]:
-    """If not `on`, run again what would be captured, at the same sizes and in the same places."""
-    own = CudaBackend.capture
+    """If not `on`, run again what would be captured, at the same sizes and in the same memory."""
+    original = CudaBackend.capture
     if not on:
         CudaBackend.capture = TorchBackend.capture  # type: ignore[method-assign]
     try:
         yield
     finally:
-        CudaBackend.capture = own  # type: ignore[method-assign]
+        CudaBackend.capture = original  # type: ignore[method-assign]

@@ -1,6 +1,6 @@
 """Costs of a step of Qwen3-8B on an Ascend device, task by task, and the speed that these figures predict.
 
-Weights are random, so times alone are looked at. Checked against torch_npu's schemas, meta kernels and host checks on
+Weights are random, so only times are of interest. Checked against torch_npu's schemas, meta kernels and host checks on
 CPU; not run on an Ascend device.
 """
 
@@ -153,7 +153,7 @@ def inputs(backend: Backend) -> Inputs:
 
 
 def norms(backend: Backend, sizes: CostSizes) -> Result:
-    """Time the norms of q and k as parts of the projection, and as tensors of their own that are copied first."""
+    """Time the norms of q and k as slices of the projection, and as separate tensors that are copied first."""
     rows, at = BATCH * (1 + DRAFTS), inputs(backend)
     qkv, weight = at.normal(rows, sizes.heads + 2 * sizes.kv_heads, sizes.dim), at.normal(sizes.dim)
     q, k = qkv[:, : sizes.heads], qkv[:, sizes.heads : sizes.heads + sizes.kv_heads]
@@ -195,7 +195,7 @@ def tasks(backend: Backend, sizes: CostSizes) -> Result:
 
 
 def around(backend: Backend, sizes: CostSizes) -> Result:
-    """Time the work of a step that is no layer's in a graph, for 16 sequences of 9 rows."""
+    """Time the work of a step outside the layers in a graph, for 16 sequences of 9 rows."""
     at, e, rows = inputs(backend), sizes, BATCH * (1 + DRAFTS)
     head, fc = _random(backend, e.vocab, e.hidden), _random(backend, e.hidden, e.taps * e.hidden)
     hidden, logits, norm = at.normal(rows, e.hidden), at.normal(rows, e.vocab), at.normal(e.hidden)
@@ -308,7 +308,7 @@ def band(backend: Backend, sizes: CostSizes) -> Result:
 
 
 def layer_ms(backend: Backend, sizes: CostSizes, lens: Lens, *, causal: bool) -> float:
-    """Return milliseconds of a layer in a graph, from layers with weights of their own."""
+    """Return milliseconds of a layer in a graph, from layers with separate weights."""
     at = inputs(backend)
     attend = sizes.paged(lens, causal=causal)(at)
     layers = [Layer.made(at, sizes, attend) for _ in range(sizes.weights)]
@@ -327,7 +327,7 @@ def _random(backend: Backend, *shape: int) -> Tensor:
 
 
 def prediction(backend: Backend, sizes: CostSizes) -> Result:
-    """Predict output tokens/s of 16 requests of 3,500 and 1,500 tokens from the layers' own times."""
+    """Predict output tokens/s of 16 requests of 3,500 and 1,500 tokens from the layers' times."""
     blocks = [(1 + DRAFTS, sizes.kv)] * BATCH
     ms = {
         "target": sizes.layers * layer_ms(backend, sizes, blocks, causal=True),

@@ -128,7 +128,7 @@ def write_pages(k_thd: torch.Tensor, v_thd: torch.Tensor, kv: LayerKv, slots: to
 
 @point("slots of -1", "npu_scatter_pa_kv_cache with slots of -1 among others")
 def negative_slots(backend: Backend, sizes: QuestionSizes) -> Result:
-    """Write rows with slot -1 between rows with slots of their own."""
+    """Write rows with slot -1 between rows with valid slots."""
     shape = (3, PAGE, sizes.kv_heads, 128)
     kv = LayerKv(*(torch.zeros(shape, dtype=torch.bfloat16, device=backend.device) for _ in range(2)))
     slots = torch.tensor([5, -1, 0, -1, 300, 131], dtype=torch.int32)
@@ -155,7 +155,7 @@ def float16(backend: Backend, sizes: QuestionSizes) -> Result:
 
 @point("padding of few tokens", "causal attention with a padding request that has fewer KV tokens than rows")
 def short_padding(backend: Backend, sizes: QuestionSizes) -> Result:
-    """Attend with a causal padding request that has more rows than KV tokens, behind requests as they should be."""
+    """Attend with a causal padding request that has more rows than KV tokens, after valid requests."""
     paged = sizes.paged([(16, 300), (3, 129), (8, 1)])
 
     def others(at: Inputs) -> Prepared:

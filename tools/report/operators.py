@@ -35,7 +35,7 @@ def about_pages(rows: Sequence[int], edges: Sequence[int], long: Sequence[int], 
 
 
 def of_graphs(batches: Sequence[int], block: int, context: int) -> dict[str, Any]:
-    """Return the loads of an Extent: batches as graphs replay them, with padding behind the sequences."""
+    """Return the loads of an Extent: batches as graphs replay them, with padding after the sequences."""
     causal: dict[str, Lens] = {}
     both_ways: dict[str, Lens] = {}
     for batch in batches:

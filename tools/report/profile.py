@@ -30,7 +30,7 @@ STAGES = {
     "products": ("product", "pick", "gemm", "gemv", "nvjet", "cutlass", "splitk", "linear", "addmm", "::mm"),
     OTHER: (),
 }
-"""Stage -> parts of its kernels' names: ours, those of cuBLAS, and PyTorch's operators on a CPU."""
+"""Stage -> parts of its kernels' names: ours, cuBLAS's, and PyTorch's operators on a CPU."""
 COPIES = ("Memcpy", "Memset")
 """Beginnings of copies' names in a trace of a GPU."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from app.check import collectives
-from app.check.collectives import HIDDEN, Case, case_of, own_rows
+from app.check.collectives import HIDDEN, Case, local_rows, measured_sum
 from app.engine.comm.comm import Comm
 from app.engine.device.base import Backend
 from app.engine.device.factory import make_backend
@@ -51,51 +51,52 @@ def summed(options: Options, size: int) -> Result:
 @torch.inference_mode()
 def measure(backend: Backend, comm: Comm, rows: Sequence[int], hidden: int = HIDDEN) -> list[Case]:
     """Return the cases of `check`, with what the bits of a sum depend on, and its time in a graph."""
-    own = own_rows(backend, comm, max(rows), hidden)
-    alone = comm.all_reduce(own[:1].clone()).clone()
+    local = local_rows(backend, comm, max(rows), hidden)
+    first_row = comm.all_reduce(local[:1].clone()).clone()
     return [
-        case_of(backend, comm, own[:count].clone()) | _bits(backend, comm, own[:count].clone(), alone) for count in rows
+        measured_sum(backend, comm, local[:count].clone()) | _bits(backend, comm, local[:count].clone(), first_row)
+        for count in rows
     ]
 
 
-def _bits(backend: Backend, comm: Comm, own: Tensor, alone: Tensor) -> Case:
-    """Say whether the bits of the sum of all ranks' `own` [R, H] depend on anything but its numbers.
+def _bits(backend: Backend, comm: Comm, local: Tensor, first_row: Tensor) -> Case:
+    """Say whether the bits of the sum of all ranks' `local` [R, H] depend on anything but its numbers.
 
-    `alone` [1, H] is the sum of the first rows only.
+    `first_row` [1, H] is the sum of the first rows only.
     """
-    parts = comm.all_gather(own).clone()
+    parts = comm.all_gather(local).clone()
     in_order = parts[0].clone()
     for part in parts[1:]:
         in_order += part
-    total = comm.all_reduce(own.clone()).clone()
-    again = [comm.all_reduce(own.clone()).clone() for _ in range(3)]
-    of_ranks = comm.all_gather(total).clone()
+    total = comm.all_reduce(local.clone()).clone()
+    again = [comm.all_reduce(local.clone()).clone() for _ in range(3)]
+    totals = comm.all_gather(total).clone()
     graph = _from_a_graph(backend, comm, parts[comm.rank])
     return {
         "captured_us": graph and 1e6 * graph[0],
         "same_bits_again": all(torch.equal(total, other) for other in again),
         "same_bits_captured": graph and torch.equal(total, graph[1]),
-        "same_bits_alone": torch.equal(total[:1], alone),
-        "same_bits_on_all_ranks": all(torch.equal(total, other) for other in of_ranks),
-        "added_in_order_of_ranks": torch.equal(total, in_order),
+        "same_bits_alone": torch.equal(total[:1], first_row),
+        "same_bits_on_all_ranks": all(torch.equal(total, other) for other in totals),
+        "added_in_order_totals": torch.equal(total, in_order),
     }
 
 
-def _from_a_graph(backend: Backend, comm: Comm, own: Tensor) -> tuple[float, Tensor] | None:
+def _from_a_graph(backend: Backend, comm: Comm, local: Tensor) -> tuple[float, Tensor] | None:
     """Return seconds of a sum among others in a graph, and the sum itself, or None for a device without graphs."""
     if not backend.captures:
         return None
-    place = own.clone()
+    input = local.clone()
 
     def once() -> tuple[Tensor, ...]:
-        place.copy_(own)
-        return (comm.all_reduce(place),)
+        input.copy_(local)
+        return (comm.all_reduce(input),)
 
     graph = graph_apart(backend, once)
     graph.replay()
     total = graph.outputs[0].clone()
-    return seconds_in_a_graph(backend, lambda: comm.all_reduce(place)), total
+    return seconds_in_a_graph(backend, lambda: comm.all_reduce(input)), total
 
 
 if __name__ == "__main__":
-    os._exit(collectives.main(sys.argv[1:], measure))  # the interpreter's own exit may wait for ever
+    os._exit(collectives.main(sys.argv[1:], measure))  # the interpreter's exit may hang

@@ -1,4 +1,4 @@
-"""Bandwidth and matrix products of a device beside what its chip is said to reach."""
+"""Bandwidth and matrix products of a device, next to the published peaks of its chip."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -106,7 +106,7 @@ def copy(backend: Backend, chip: Chip | None, sizes: RooflineSizes, timed: Timer
 
 @torch.inference_mode()
 def matmul(backend: Backend, chip: Chip | None, sizes: RooflineSizes, timed: Timer = timer) -> Result:
-    """Time the four products of a layer alone. All layers take their sum, for each number of rows."""
+    """Time the four products of a layer, for each number of rows. All layers count as `sizes.layers` times the sum."""
     hidden, inner, seconds = sizes.hidden, sizes.intermediate, timed(backend)
     shapes = {
         "qkv": (sizes.qkv, hidden),

@@ -1,4 +1,4 @@
-"""Sections of a report, each in a process of its own, and again behind a part that broke it. Imports no torch.
+"""Sections of a report, each in a separate process, restarted after a part that broke it. Imports no torch.
 
 The files are whole at any moment: what a part has told is written before the next one begins.
 """
@@ -165,7 +165,7 @@ class Run:
             self.unsaved = error.strerror or str(error)
 
     def _write(self) -> None:
-        """Write both files. A reader finds each as it is now or as it was before."""
+        """Write both files, each atomically."""
         parts = [part for section in self._found["sections"].values() for part in section["parts"]]
         self._found["failed"] = sum(part["status"] == "failed" for part in parts)
         for suffix, text in (("json", json.dumps(self._found, indent=1) + "\n"), ("md", page(self._found))):

@@ -1,4 +1,4 @@
-"""One section of a report in a process of its own, because a part may break the device for its process.
+"""One section of a report in a separate process, because a part may break the device for its process.
 
 python -m tools.report.section NAME OPTIONS SKIP SECONDS
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> None:
             lambda: usable(options),
         )
     sys.stderr.flush()
-    os._exit(0)  # A device in a bad state can hang the interpreter's own exit.
+    os._exit(0)  # A device in a bad state can hang the interpreter's exit.
 
 
 def tell(
@@ -38,7 +38,7 @@ def tell(
     say: Callable[[dict[str, Any]], None],
     usable: Callable[[], bool],
 ) -> None:
-    """Say the names of all parts that `make` returns, then the answer of each behind the first `skip`.
+    """Write the names of all parts that `make` returns, then the answer of each after the first `skip`.
 
     A part with an error that leaves the device not `usable` is the last one, and has `over`. If `make` raises, a part
     "start" says why.
@@ -54,9 +54,9 @@ def tell(
         chip, made = "", [Part("start", fail)]
     say({"parts": [part.name for part in made], "chip": chip})
     for part in made[skip:]:
-        found = answer(part)
-        over = "error" in found and not usable()
-        say(found | ({"over": True} if over else {}))
+        result = answer(part)
+        over = "error" in result and not usable()
+        say(result | ({"over": True} if over else {}))
         if over:
             return
 

@@ -44,7 +44,7 @@ class Built:
     seconds: float
 
     def run(self, load: Load, *, batches: int = 1, answer: int | None = None) -> Run:
-        """Run `batches` times the load's requests, of which one that ends makes room for the next."""
+        """Run `batches` times the load's requests; each that ends makes room for the next."""
         count, vocab_size = batches * load.concurrency, self.engine.target.vocab_size
         requests = random_requests(count, load.prompt, answer or load.answer, vocab_size)
         return run(self.engine.core, requests, load.concurrency)

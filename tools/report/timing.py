@@ -32,7 +32,7 @@ def seconds_in_a_graph(
 ) -> float:
     """Return seconds of one `run`, from `calls` (CALLS by default) of them in a graph; the median of some replays.
 
-    `metas` are those of its attention calls.
+    `metas` are of its attention calls.
     """
     count = calls or CALLS
 
@@ -51,7 +51,7 @@ def graph_apart(
 ) -> Graph:
     """Return a graph of `run` that may be freed before others.
 
-    On a GPU it has memory and a stream of its own: a pool ends with its last graph, and no later capture can use it.
+    On a GPU it has a separate pool and stream: a pool ends with its last graph, and no later capture can use it.
     """
     if backend.device.type != "cuda":
         return backend.capture(run, list(metas))
