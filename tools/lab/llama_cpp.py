@@ -89,9 +89,10 @@ AIMS = {
 MEANING = (
     "Output tokens a second over HTTP, prompts included, the median of interleaved rounds; the ratio is of paired "
     "rounds, with its 95 % interval. `dflash` verifies whole blocks of 16 in both servers. `same text` is how many "
-    "answers are equal. `accepted` is the acceptance length by each server's counters, bonus included. `MB` is resident "
-    "memory of all processes of a server after its rounds. Random weights have no drafts that hit, and llama.cpp "
-    "cannot draw their acceptance. So `qwen3-0.6b, dflash` has the cost of a step with whole blocks, and no aim."
+    "answers are equal. `accepted` is the acceptance length by each server's counters, bonus included. `MB` is the "
+    "resident memory of all processes of a server after its rounds. Random weights have no drafts that hit, and "
+    "llama.cpp cannot draw their acceptance. So `qwen3-0.6b, dflash` has the cost of a step with whole blocks, but no "
+    "aim."
 )
 
 
