@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         meant = " ".join([nearest(command, COMMANDS) or f"serve {command}", *flags])
         return ConfigError(f"unknown command {command}", f"did you mean `dflash-server {meant}`?").show()
-    # If torch loads device backends by itself, a torch_npu without CANN breaks `import torch` in every process. The NPU
+    # If torch loads device backends on import, a torch_npu without CANN breaks `import torch` in every process. The NPU
     # backend imports torch_npu by name.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     try:
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def serve(arguments: Sequence[str]) -> int:
     """Settle the settings, find and check both checkpoints, and only then start the server."""
     from app.config.flags import parse_flags
-    from app.config.requirements import check_settings
+    from app.config.settings import check_settings
     from app.config.sources import load_config
     from app.engine.checkpoint.read import find_models
     from app.engine.load.refusals import check_models
@@ -64,7 +64,7 @@ def serve(arguments: Sequence[str]) -> int:
     config = load_config(parse_flags(arguments))
     check_torch_build(config.engine.device)
     check_settings(config)
-    config = config.of_models(*find_models(config.model, config.draft_model, speculation=config.speculation))
+    config = config.with_models(*find_models(config.model, config.draft_model, speculation=config.speculation))
     target_config = check_models(config.engine)
 
     from app.api.process import run

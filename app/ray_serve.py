@@ -1,8 +1,8 @@
 """Replicas on a Ray cluster: `serve run app.ray_serve:application model=Qwen/Qwen3-8B num_replicas=2`.
 
-Each replica is a whole server without its own socket, because Ray's HTTP server and the proxy in front of it listen.
-Arguments are those of `Replicas`, and the settings of `dflash-server serve` with `_` for `-`. They are settled once,
-before a replica starts.
+Each replica is a whole server without a listening socket, because Ray's HTTP server and the proxy before it listen.
+Arguments are the fields of `Replicas`, and the settings of `dflash-server serve` with `_` for `-`. They are settled
+once, before a replica starts.
 """
 
 import asyncio
@@ -15,15 +15,14 @@ from typing import Any
 
 import click
 import ray
+from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 from ray import serve
 from starlette.types import ASGIApp
 
 from app import log
 from app.api.server import Server
 from app.config.error import ConfigError
-from app.config.replicas import Replicas, read_replicas
-from app.config.requirements import check_settings
-from app.config.settings import Config
+from app.config.settings import Config, check_settings
 from app.config.sources import SETTINGS, load_config, settings_of
 from app.engine.checkpoint.read import find_models
 from app.engine.load.refusals import check_models
@@ -31,8 +30,31 @@ from app.engine.npu.torch_build import check_torch_build
 from app.engine_client.admission import Admission
 
 _USE_HAPROXY = "set RAY_SERVE_ENABLE_HA_PROXY=1 where Ray is started and here, or say allow_python_proxy=true"
-_RAYS = {"host": "http_options", "port": "http_options", "root_path": "route_prefix", "drain_delay": "Ray's own drain"}
-"""Settings that Ray has in our place, and their names there."""
+_RAY_SETTINGS = {
+    "host": "http_options",
+    "port": "http_options",
+    "root_path": "route_prefix",
+    "drain_delay": "Ray's own drain",
+}
+"""Settings that belong to Ray, and their names there."""
+
+
+class Replicas(BaseModel):
+    """Arguments of the application in addition to the server's settings.
+
+    With `max_replicas` the number of replicas follows the load. A request waits `hold_seconds` for an engine's restart.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_replicas: PositiveInt = 1
+    min_replicas: PositiveInt = 1
+    max_replicas: PositiveInt | None = None
+    target_ongoing_requests: PositiveFloat | None = None
+    num_cpus: NonNegativeFloat = 1
+    hold_seconds: NonNegativeFloat = 60.0
+    health_check_period_s: FiniteFloat = 10.0
+    allow_python_proxy: bool = False
 
 
 def application(args: Mapping[str, Any]) -> serve.Application:
@@ -41,8 +63,8 @@ def application(args: Mapping[str, Any]) -> serve.Application:
         given = list(settings_of(args, known=SETTINGS.keys() | Replicas.model_fields.keys()))
         replicas = read_replicas({one.field: one.value for one in given if one.field in Replicas.model_fields})
         config = load_config(one for one in given if one.field not in Replicas.model_fields)
-        for name in sorted(config.model_fields_set & _RAYS.keys()):
-            raise ConfigError(f"{name} is not read here, because Ray listens and drains: use {_RAYS[name]}")
+        for name in sorted(config.model_fields_set & _RAY_SETTINGS.keys()):
+            raise ConfigError(f"{name} is not read here, because Ray listens and drains: use {_RAY_SETTINGS[name]}")
         if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1" and not replicas.allow_python_proxy:
             raise ConfigError("Ray's Python proxy takes 148 ms a chunk at 32 streams, and HAProxy 4 ms", _USE_HAPROXY)
         check_settings(config)
@@ -56,10 +78,27 @@ def application(args: Mapping[str, Any]) -> serve.Application:
     return serve.deployment(serve.ingress()(Replica), **chosen).bind(config, replicas.hold_seconds)
 
 
+def read_replicas(given: Mapping[str, Any]) -> Replicas:
+    """Return the settled arguments. Raises ConfigError for a wrong one, or one that another leaves unread."""
+    try:
+        replicas = Replicas(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{first['loc'][0]}={first['input']}: {first['msg']}") from None
+    if replicas.max_replicas is None:
+        for name in given.keys() & {"min_replicas", "target_ongoing_requests"}:
+            raise ConfigError(f"{name} is read only with max_replicas: give that too, or num_replicas")
+    elif "num_replicas" in given:
+        raise ConfigError("num_replicas is not read with max_replicas, by which the number follows the load: give one")
+    elif replicas.max_replicas < replicas.min_replicas:
+        raise ConfigError(f"max_replicas={replicas.max_replicas} is below min_replicas={replicas.min_replicas}")
+    return replicas
+
+
 def checked_models(config: Config) -> tuple[Config, Mapping[str, Any]]:
     """Return the settings with the models' folders, and the target's config.json. Raises ConfigError for files that
     cannot be served."""
-    config = config.of_models(*find_models(config.model, config.draft_model, speculation=config.speculation))
+    config = config.with_models(*find_models(config.model, config.draft_model, speculation=config.speculation))
     return config, check_models(config.engine)
 
 
@@ -98,7 +137,7 @@ def cluster_device() -> str:
 
 
 class Replica:
-    """One server on one node, with its own engine process. Ray starts, probes, drains and replaces it."""
+    """One server on one node, with an engine process. Ray starts, probes, drains and replaces it."""
 
     async def __init__(self, config: Config, hold_seconds: float) -> None:  # type: ignore[misc]
         """Load the model, and return once requests may come. Raises an error with the reason if they never can."""
@@ -115,13 +154,13 @@ class Replica:
         return self._server.app
 
     def check_health(self) -> None:
-        """Raise if the engine cannot be started again. One that is being started is no fault of the replica."""
+        """Raise if the engine cannot be started again. A replica whose engine is restarting is healthy."""
         state = self._server.engine.state
         if state.phase == "dead":
             raise RuntimeError(f"the engine is dead: {state.reason}")
 
     async def __del__(self) -> None:
-        """Drain, and end the engine process. Ray calls it once no request is left, or after its own time limit."""
+        """Drain, and end the engine process. Ray calls it once no request is left, or after Ray's time limit."""
         if server := getattr(self, "_server", None):
             await server.drain()
             await server.stop()

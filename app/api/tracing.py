@@ -19,7 +19,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from app import log
 from app.api.stream import Choices
-from app.config.requirements import otlp_protocol
+from app.config.settings import otlp_protocol
 from app.engine_client.request_stream import Timeline
 from app.messages import Request
 

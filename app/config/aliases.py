@@ -7,17 +7,17 @@ from app.config.settings import flag_name, no_flag_name
 
 
 class PeerFlag(NamedTuple):
-    """Flags of other projects that have one meaning. `note` says why.
+    """Flags of other projects that have one meaning.
 
-    `means` is the setting here if its value is read as "same" (the setting's own), "block" (a DFlash block, with one
-    draft fewer), "on" or "off" (none); "only" takes the values in it, which set nothing. "taken" changes no text, and
-    the log says so; a flag has a value if `=` follows it in the table. "refused" stops the start.
+    By `kind` the value is passed to a setting ("same"), is a DFlash block, which has one draft fewer ("block"), or is
+    absent ("on", "off"). An "only" flag takes some values, which set nothing. A "taken" one changes no text, and the
+    log says so. A "refused" one stops the start.
     """
 
-    flags: str
+    flags: str  # of a "taken" flag that has a value, the name ends with `=`
     kind: Literal["same", "block", "on", "off", "only", "taken", "refused"]
-    means: str = ""
-    note: str = ""
+    means: str = ""  # the setting, or the values of an "only" flag
+    note: str = ""  # why
 
     @property
     def names(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The flags of `dflash-server serve`: one for every setting, and those of other projects."""
+"""The flags of `dflash-server serve`: one for every setting, and the flags of other projects."""
 
 import argparse
 from collections.abc import Sequence

@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message.removeprefix("argument "), f"`{self.prog} --help` lists all flags")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, rest = self.parse_known_args(args, namespace)
+        options, rest = self.parse_known_args(args, namespace)
         unknown = list(dict.fromkeys(word.partition("=")[0] for word in rest if word.startswith("-")))
         faults = self.faults + [f"unknown flag {flag}" for flag in unknown]
         if rest and not unknown:
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
             near = [name for flag in unknown if (name := nearest(flag, self._option_string_actions))]
             hint = f"did you mean {' '.join(near)}?" if near else f"`{self.prog} --help` lists all flags"
             raise ConfigError("\n".join(faults), hint if rest else "")
-        return found
+        return options
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """Return no flag that begins with this, because argparse takes `-t` for `-tp` even without abbreviations."""

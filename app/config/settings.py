@@ -5,7 +5,9 @@ engine's settings are described in `EngineConfig`, which needs no pydantic, and 
 for them.
 """
 
+import os
 from dataclasses import fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ from app.config.values import (
 )
 
 ENV_PREFIX = "DFLASH_"
+OTLP_PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+"""OpenTelemetry's variable, which vLLM reads too."""
 ENGINE_TYPES: dict[str, Any] = {
     "dtype": Dtype,
     "device": Device,
@@ -51,7 +55,7 @@ ENGINE_TYPES: dict[str, Any] = {
 
 
 def setting(group: str, default: Any, help: str, *, metavar: str = "VALUE", **options: Any) -> Any:
-    """Return a pydantic field with its group and metavar in `--help`. `options` are those of pydantic's Field."""
+    """Return a pydantic field with its group and metavar in `--help`. `options` go to pydantic's Field."""
     extra: dict[str, Any] = {"group": group, "metavar": metavar}
     return Field(default, description=help, json_schema_extra=extra, **options)
 
@@ -84,7 +88,7 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    engine: EngineConfig = EngineConfig(Path())  # its folders come with `of_models`
+    engine: EngineConfig = EngineConfig(Path())  # its folders come with `with_models`
     notes: tuple[str, ...] = ()
     """What the log says of flags that set nothing."""
     model: str = setting(
@@ -154,20 +158,20 @@ class Config(BaseModel):
 
     @classmethod
     def of(cls, **values: Any) -> "Config":
-        """Settle settings by name, those of the engine too. Raises ValidationError, whose first `loc` is the name."""
+        """Settle settings by name, including the engine's. Raises ValidationError, whose first `loc` is the name."""
         given = {name: values.pop(name) for name in ENGINE_SETTINGS.keys() & values.keys()}
-        of_engine = dict(_EngineSettings(**given))
+        engine_values = dict(_EngineSettings(**given))
         config = cls(**values)
         drafts, events = config.num_speculative_tokens, config.kv_events_config
         engine = EngineConfig(
             Path(),
             block_size=None if drafts is None else drafts + 1,
             cache_events=events is not None and events.is_on,
-            **of_engine,
+            **engine_values,
         )
         return config.model_copy(update={"engine": engine})
 
-    def of_models(self, target: Path, draft: Path | None) -> "Config":
+    def with_models(self, target: Path, draft: Path | None) -> "Config":
         """Return the settings with the folders of the models, once these are found."""
         return self.model_copy(update={"engine": replace(self.engine, target=target, draft=draft)})
 
@@ -192,3 +196,28 @@ class Config(BaseModel):
 
 ENGINE_SETTINGS: dict[str, Any] = _EngineSettings.model_fields
 SERVER_SETTINGS: dict[str, Any] = {n: field for n, field in Config.model_fields.items() if n not in ("engine", "notes")}
+
+
+def check_settings(config: Config) -> None:
+    """Raise ConfigError for settings that exclude each other, or that need a file or a package that is not here."""
+    if config.engine.cache_events and not config.engine.prefix_caching:
+        raise ConfigError("--kv-events-config publishes how the prefix cache changes: drop --no-prefix-caching")
+    config.api_keys()
+    if config.otlp_traces_endpoint is None:
+        return
+    try:
+        exporter = find_spec(f"opentelemetry.exporter.otlp.proto.{otlp_protocol().removesuffix('/protobuf')}")
+    except ModuleNotFoundError:
+        exporter = None
+    if exporter is None:
+        raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry", "pip install '.[otlp]' in the source tree")
+    if config.otlp_traces_endpoint.startswith("grpc:") and otlp_protocol() != "grpc":
+        raise ConfigError(f"--otlp-traces-endpoint: {OTLP_PROTOCOL}={otlp_protocol()} needs an http:// address")
+
+
+def otlp_protocol() -> str:
+    """Return the protocol to a collector of traces, by OpenTelemetry's variable. Raises ConfigError for another."""
+    protocol = os.environ.get(OTLP_PROTOCOL, "grpc")
+    if protocol not in ("grpc", "http/protobuf"):
+        raise ConfigError(f"{OTLP_PROTOCOL}={protocol}: --otlp-traces-endpoint is grpc or http/protobuf")
+    return protocol

@@ -69,7 +69,7 @@ def load_config(flags: Iterable[GivenSetting] = ()) -> Config:
 
 
 def _environment() -> Iterator[GivenSetting]:
-    """Yield the DFLASH_* variables that are set. Raises ConfigError for one that is no setting."""
+    """Yield the DFLASH_* variables that are set. Raises ConfigError for an unknown one."""
     foreign = _kubernetes_variables()
     known = {env_name(field) for field in SETTINGS}
     for name in sorted(os.environ):
@@ -117,7 +117,7 @@ def settings_of(
 
 
 def _unknown(kind: str, shown: str, known: Iterable[str], field: str, spell: Callable[[str], str]) -> ConfigError:
-    """Return the error for a name that is no setting. It hints at our name for another project's, or at the nearest."""
+    """Return the error for an unknown setting. It hints at our name for another project's, or at the nearest."""
     peers = {name.lstrip("-").replace("-", "_"): peer for peer in PEER_FLAGS for name in peer.names}
     if peer := peers.get(field):
         hint = f"it is {spell(peer.field)} here" if peer.field else f"{peer.ours}: {peer.note}"
@@ -130,16 +130,16 @@ def _unknown(kind: str, shown: str, known: Iterable[str], field: str, spell: Cal
 def _put_beneath(
     above: dict[str, GivenSetting], source: Iterable[GivenSetting], notes: list[str]
 ) -> dict[str, GivenSetting]:
-    """Return the settings with those of a further source, where `above` wins, also over the other memory limit.
+    """Return the settings of a further source beneath those `above`, which win, also over the other memory limit.
 
     What sets nothing is added to `notes`. Raises ConfigError if the source contradicts itself.
     """
-    own: dict[str, GivenSetting] = {}
+    beneath: dict[str, GivenSetting] = {}
     for given in chain.from_iterable(map(_spread, source)):
         if not given.field:
             notes.append(f"{given.spelling}: {given.value}")
             continue
-        before = own.get(given.field)
+        before = beneath.get(given.field)
         if before is not None and isinstance(before.value, list) and isinstance(given.value, list):
             given = given._replace(value=before.value + given.value)
         elif before is not None and before.spelling != given.spelling and str(before.value) != str(given.value):
@@ -147,11 +147,11 @@ def _put_beneath(
                 f"{before.spelling} and {given.spelling} contradict each other: {before.value} and {given.value}",
                 "give one of them",
             )
-        own[given.field] = given
-    if own.keys() >= EXCLUSIVE.keys():
-        first, second = (own[field].spelling for field in EXCLUSIVE)
+        beneath[given.field] = given
+    if beneath.keys() >= EXCLUSIVE.keys():
+        first, second = (beneath[field].spelling for field in EXCLUSIVE)
         raise ConfigError(f"{first} and {second} exclude each other", "give one of them")
-    return {field: given for field, given in own.items() if EXCLUSIVE.get(field) not in above} | above
+    return {field: given for field, given in beneath.items() if EXCLUSIVE.get(field) not in above} | above
 
 
 def _spread(given: GivenSetting) -> Iterator[GivenSetting]:

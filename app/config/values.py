@@ -26,7 +26,7 @@ PARSERS = dict.fromkeys(
 ) | dict.fromkeys(("openai_gptoss", "openai", "gpt-oss"), "harmony")
 TOOL_PARSERS = PARSERS | dict.fromkeys(("llama3", "llama4_json"), "llama3_json") | {"qwen3_xml": "qwen3_coder"}
 UNREADABLE = (ValueError, LookupError, AttributeError, RecursionError)
-"""Errors of JSON and YAML readers in addition to their own: numbers of 5,000 digits, endless brackets, odd tags."""
+"""All errors of JSON and YAML readers, with those for numbers of 5,000 digits, endless brackets and odd tags."""
 
 
 def parse_bytes(text: str) -> int:
@@ -40,7 +40,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_tokens(text: str) -> str | int:
-    """Return the tokens of "32k" (32,000) or "32K" (32,768), like vLLM. Other text stays as it is."""
+    """Return the tokens of "32k" (32,000) or "32K" (32,768), like vLLM. Other text is unchanged."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmKM])", text, re.ASCII)
     if match is None:
         return text
@@ -48,7 +48,7 @@ def parse_tokens(text: str) -> str | int:
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises ValueError, whatever the parser raises."""
+    """Return the value of a JSON text. Raises ValueError for any error of the parser."""
     try:
         return json.loads(text)
     except UNREADABLE as error:
@@ -98,7 +98,7 @@ def _refuse_empty_keys(value: object, settle: Callable[[object], list[str]]) -> 
 
 
 class KvEventsConfig(BaseModel):
-    """vLLM's options of KV events. `hwm` bounds the messages that wait for a slow subscriber; 0 is no bound."""
+    """vLLM's options of KV events. `hwm` bounds the messages that wait for a slow subscriber; 0 means no bound."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

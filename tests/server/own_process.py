@@ -22,7 +22,7 @@ from app.config.settings import Config
 connection.HEAD_SECONDS = process._GRACEFUL_SECONDS = supervisor.DEATHS_WINDOW_SECONDS = {PATIENCE}
 port, shutdown_timeout, step_timeout, folder, *engine = sys.argv[1:]
 config = Config.of(model="tiny", port=port, shutdown_timeout=shutdown_timeout, step_timeout=step_timeout, SETTINGS)
-sys.exit(run(config.of_models(Path(folder), None), engine_command=engine))
+sys.exit(run(config.with_models(Path(folder), None), engine_command=engine))
 """
 ASK = {"prompt": "hi"}
 

@@ -101,7 +101,7 @@ def server(engine_arguments: str, _: str, *flags: str) -> int:
     wanted = [text for name in ("--host", "--port") for text in (name, flags[flags.index(name) + 1])]
     config = load_config(parse_flags([*wanted, "--log-level", "warning"]))
     command = (sys.executable, "-P", "-m", "tests.server.scripted", "engine", *json.loads(engine_arguments))
-    return run(config.of_models(DEMO / "target", None), engine_command=command)
+    return run(config.with_models(DEMO / "target", None), engine_command=command)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 )
 
 from app import demo
-from app.config.requirements import OTLP_PROTOCOL
+from app.config.settings import OTLP_PROTOCOL
 from tests.fast.api.served import PATIENCE, until
 from tests.server.demo import ENDLESS, ROOM, num_running, process
 

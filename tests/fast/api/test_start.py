@@ -15,7 +15,7 @@ def test_with_its_port_taken_a_server_opens_no_socket_of_events(model_folder, mo
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config = Config(model="tiny", port=port, kv_events_config={"enable_kv_cache_events": True})
-        assert process.run(config.of_models(model_folder, None)) == 1
+        assert process.run(config.with_models(model_folder, None)) == 1
     assert "cannot listen on" in caplog.text
     assert not bound
 
@@ -24,7 +24,7 @@ def test_an_address_of_events_that_is_taken_is_one_line(model_folder, monkeypatc
     monkeypatch.setattr(process.log, "set_up", lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         events = {"enable_kv_cache_events": True, "endpoint": f"tcp://127.0.0.1:{taken.getsockname()[1]}"}
-        assert process.run(Config(model="tiny", port=0, kv_events_config=events).of_models(model_folder, None)) == 1
+        assert process.run(Config(model="tiny", port=0, kv_events_config=events).with_models(model_folder, None)) == 1
     assert "--kv-events-config: an endpoint cannot be bound" in caplog.text
 
 
@@ -33,7 +33,7 @@ def test_a_limit_of_open_files_that_no_start_survives_is_one_line(model_folder, 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (127, hard))
     try:
-        assert process.run(Config(model="tiny", port=0).of_models(model_folder, None), engine_command=["false"]) == 1
+        assert process.run(Config(model="tiny", port=0).with_models(model_folder, None), engine_command=["false"]) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert "only 127 files may be open: the server needs 128" in caplog.text

@@ -13,10 +13,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from app.api.tracing import Tracer
-from app.config import requirements
+from app.config import settings
 from app.config.error import ConfigError
-from app.config.requirements import OTLP_PROTOCOL, check_settings
-from app.config.settings import Config
+from app.config.settings import OTLP_PROTOCOL, Config, check_settings
 from tests.fast.api.errors import CHAT, TEXT
 from tests.fast.api.served import PATIENCE, until
 
@@ -153,7 +152,7 @@ def test_a_missing_extra_is_refused_with_the_line_that_installs_it(monkeypatch, 
 
     exporter = f"opentelemetry.exporter.otlp.proto.{package}"
     for absent in (without_a_parent, lambda name: None if name == exporter else pytest.fail(name)):
-        monkeypatch.setattr(requirements, "find_spec", absent)
+        monkeypatch.setattr(settings, "find_spec", absent)
         with pytest.raises(ConfigError, match="--otlp-traces-endpoint") as refused:
             check_settings(config)
         assert refused.value.hint == "pip install '.[otlp]' in the source tree"

@@ -10,8 +10,7 @@ from pydantic import ValidationError
 from app.config.aliases import PEER_FLAGS
 from app.config.engine import EngineConfig
 from app.config.error import ConfigError
-from app.config.requirements import check_settings
-from app.config.settings import Config, flag_name
+from app.config.settings import Config, check_settings, flag_name
 from app.config.sources import SETTINGS, GivenSetting, load_config
 from app.config.values import parse_bytes
 from app.wire import decode_config, encode_config
@@ -189,7 +188,7 @@ def test_the_engine_process_reads_what_the_api_process_wrote_and_nothing_else(
     file = yaml_file(tmp_path, "port: 1\nmax_num_seqs: 1\nverify: 4")
     monkeypatch.setenv("DFLASH_SPECULATIVE_CONFIG", VLLM_CONFIG)
     config = load_config([file, flag("kv_cache_memory", "2G")])
-    line = encode_config(config.of_models(Path("target"), None).engine)
+    line = encode_config(config.with_models(Path("target"), None).engine)
     Path(file.value).unlink()
     monkeypatch.setenv("DFLASH_MAX_NUM_SEQS", "99")
     monkeypatch.setenv("DFLASH_NO_SUCH_THING", "1")
@@ -199,7 +198,7 @@ def test_the_engine_process_reads_what_the_api_process_wrote_and_nothing_else(
 
 
 def test_an_engine_by_default_is_the_one_that_is_served_by_default() -> None:
-    assert load_config().of_models(Path("a"), Path("b")).engine == EngineConfig(Path("a"), Path("b"))
+    assert load_config().with_models(Path("a"), Path("b")).engine == EngineConfig(Path("a"), Path("b"))
 
 
 def test_settings_are_frozen() -> None:
