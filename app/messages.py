@@ -1,4 +1,4 @@
-"""Nouns that the API process and the engine process share, in the standard library's types. `app.wire` sends them."""
+"""Data shared by the API process and the engine process, in the standard library's types. `app.wire` sends it."""
 
 import math
 import signal
@@ -43,7 +43,7 @@ class SamplingParams:
 
     @property
     def is_argmax(self) -> bool:
-        """True if the target's choice is the argmax of its logits as they are."""
+        """True if the target's choice is the argmax of its unmodified logits."""
         return self.is_greedy and not (self.is_penalised or self.logit_bias or self.min_tokens)
 
 
@@ -82,47 +82,40 @@ class SpecStep(NamedTuple):
 class TokenDelta:
     """New tokens of one request, in order, and the steps that they come from.
 
-    `cached_tokens` of the prompt were found in the prefix cache, in every delta. The last delta has a `finish_reason`.
-    With "stop" its last token is the stop token, which counts as a token and is not text. With "error" `error` is why.
+    The last delta has a `finish_reason`. With "stop" its last token is the stop token, which counts as a token and is
+    not text. With "error", `error` is the reason.
     """
 
     request_id: str
     token_ids: list[int]
     steps: list[SpecStep]
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, hits of the prefix cache; the same in every delta
     finish_reason: FinishReason | None = None
     error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """State of the engine after a step. `kind` is "prefill", "decode" or "mixed", or "idle" if there was no step.
+    """State of the engine after a step."""
 
-    `seconds` are wall-clock time, from the end of the previous step if this one was in flight by then. `num_decoding`
-    sequences decoded in the step, and `num_drafting` of them verified drafts. Pages leave out the scratch pages. Only a
-    hybrid target has state slots and checkpoints. All other numbers count since the start: prompt tokens looked up and
-    found in the prefix cache, and requests ended by logits that were not finite and by exceptions (`num_faults`).
-    `not_ahead` is why the next step was not launched before this one was read, on engines that do so.
-    """
-
-    kind: str
-    seconds: float
+    kind: str  # "prefill", "decode" or "mixed", or "idle" if there was no step
+    seconds: float  # wall-clock time, from the end of the previous step if this one was in flight by then
     num_running: int
     num_waiting: int
     used_pages: int
-    num_pages: int
-    num_preemptions: int
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    num_decoding: int = 0
-    num_drafting: int = 0
-    num_not_finite: int = 0
-    num_faults: int = 0
-    used_state_slots: int = 0
+    num_pages: int  # without the scratch pages
+    num_preemptions: int  # since the start, like the three other totals below
+    prefix_cache_queries: int = 0  # total of prompt tokens looked up
+    prefix_cache_hits: int = 0  # total of prompt tokens found
+    num_decoding: int = 0  # sequences that decoded in the step
+    num_drafting: int = 0  # of these, the sequences that verified drafts
+    num_not_finite: int = 0  # total of requests ended by logits that were not finite
+    num_faults: int = 0  # total of requests ended by exceptions
+    used_state_slots: int = 0  # state slots and checkpoints: of a hybrid target only
     num_state_slots: int = 0
     used_state_checkpoints: int = 0
     num_state_checkpoints: int = 0
-    not_ahead: str = ""
+    not_ahead: str = ""  # why the next step was not launched before this one was read, on engines that overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,29 +149,24 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Facts about a loaded engine, for the startup table, /v1/models, /server_info and the checks before admission.
-
-    Without a draft `draft` is None, `block_size` is 1, and `taps` and `draft_config` (what its config.json says) are
-    empty. `quantised_bytes` counts weights in 8 bits. Only a hybrid target has state: `state_cache_bytes` are for
-    `num_state_checkpoints` of the prefix cache.
-    """
+    """Facts about a loaded engine, for the startup table, /v1/models, /server_info and the checks before admission."""
 
     target: str
     draft: str | None
     device: str
     dtype: str
-    block_size: int
-    taps: list[int]
+    block_size: int  # 1 without a draft
+    taps: list[int]  # empty without a draft
     page_size: int
     num_pages: int
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     vocab_size: int
-    draft_config: dict[str, str] = field(default_factory=dict)
-    quantised_bytes: int = 0
-    state_bytes: int = 0
-    state_cache_bytes: int = 0
+    draft_config: dict[str, str] = field(default_factory=dict)  # what the draft's config.json says
+    quantised_bytes: int = 0  # of weights in 8 bits
+    state_bytes: int = 0  # state is of a hybrid target only
+    state_cache_bytes: int = 0  # for these checkpoints of the prefix cache:
     num_state_checkpoints: int = 0
     tensor_parallel_size: int = 1
 

@@ -1,7 +1,7 @@
 """Prometheus metrics: the table of names, which is metrics.toml, and the calls that fill it.
 
-Names follow vLLM's under a prefix of our own, so `--metrics-prefix vllm:` serves its dashboards and the routers that
-read them. Every `Metrics` has its own registry, because one process may have several servers.
+Names follow vLLM's under a different prefix, so `--metrics-prefix vllm:` serves its dashboards and the routers that
+read them. Every `Metrics` has a separate registry, because one process may have several servers.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """Messages between the API process and the engine process: msgspec over ZeroMQ.
 
-Each engine process has its own sockets, so no message outlives the engine that it is for or comes from.
+Each engine process gets new sockets, so no message outlives the engine that sends or receives it.
 """
 
 import time
@@ -69,5 +69,5 @@ def encode_config(config: EngineConfig) -> str:
 
 
 def decode_config(line: str) -> EngineConfig:
-    """Return the EngineConfig of such a line. Raises msgspec.DecodeError if it is none."""
+    """Return the EngineConfig of such a line. Raises msgspec.DecodeError if it is not one."""
     return msgspec.json.decode(line, type=EngineConfig, dec_hook=lambda kind, text: kind(text))

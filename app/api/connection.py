@@ -1,4 +1,4 @@
-"""Connection of one client: uvicorn's own, with a time limit on everything that a client can delay."""
+"""One client's connection: uvicorn's, with a time limit on everything that a client can delay."""
 
 import asyncio
 import socket
@@ -50,7 +50,7 @@ class Connection(H11Protocol):
             self._timer = None
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are no HTTP in OpenAI's shape. uvicorn calls this while it handles h11's exception."""
+        """Answer malformed HTTP in OpenAI's shape. uvicorn calls this while it handles h11's exception."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             error = sys.exc_info()[1]
             too_large = isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431
@@ -80,6 +80,6 @@ SETTINGS: dict[str, Any] = {
 
 
 def set_stall_timeout(listener: socket.socket) -> None:
-    """Let the kernel end connections whose client reads nothing for STALLED_SECONDS. Only on Linux."""
+    """Make the kernel close connections whose client reads nothing for STALLED_SECONDS. Linux only."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * STALLED_SECONDS))

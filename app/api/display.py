@@ -43,7 +43,7 @@ async def show_start(engine: EngineClient, url: str, model: str) -> None:
 async def _show_loading(engine: EngineClient, console: Console) -> EngineState:
     """Show the stage in one line on a terminal, else log a line for every stage. Return the state after loading.
 
-    It is one line because log lines, of which most are the engine's, overwrite that on a terminal.
+    One line, because log lines, most of them the engine's, would overwrite more on a terminal.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     bar = Progress(*columns, console=console, transient=True)

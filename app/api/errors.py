@@ -141,7 +141,7 @@ def install(app: FastAPI, metrics: Metrics) -> None:
 
     @app.exception_handler(HTTPException)
     async def answer_no_route(request: Request, error: HTTPException) -> Response:
-        """Answer Starlette's own errors, which are unknown paths and wrong methods."""
+        """Answer errors that Starlette raises: unknown paths and wrong methods."""
         headers = dict(error.headers or {})
         where = f"{request.method} {clip(request.scope['path'])}"
         if error.status_code == 404:
@@ -169,6 +169,6 @@ def install(app: FastAPI, metrics: Metrics) -> None:
 def _advice(path: str, root_path: str) -> str:
     """Return what to use instead of an unknown `path`, or ""."""
     for pattern, advice in _ADVICE:
-        if found := re.fullmatch(pattern, path.removeprefix(root_path)):
-            return advice.format(*found.groups(), root=root_path)
+        if match := re.fullmatch(pattern, path.removeprefix(root_path)):
+            return advice.format(*match.groups(), root=root_path)
     return ""

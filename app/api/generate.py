@@ -1,4 +1,4 @@
-"""Steps that all generating endpoints share: receive a request, submit its prompts, answer it."""
+"""Steps of all generating endpoints: receive a request, submit its prompts, answer it."""
 
 import logging
 import secrets
@@ -34,21 +34,17 @@ BodyT_co = TypeVar("BodyT_co", bound=SamplingRequest, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Received(Generic[BodyT_co]):
-    """One generation request whose body is valid.
-
-    `arrived` and `deadline` are seconds of time.monotonic(). `info` is the engine that was ready on arrival. `warnings`
-    are about the body, and go into the answer. `num_sequences` counts the choices of all prompts.
-    """
+    """One generation request whose body is valid. Times are seconds of time.monotonic()."""
 
     request: Request
     services: Services
     body: BodyT_co
     model_name: str
-    info: EngineInfo
+    info: EngineInfo  # of the engine that was ready on arrival
     arrived: float
     deadline: float | None
-    warnings: Sequence[AnswerWarning]
-    num_sequences: int
+    warnings: Sequence[AnswerWarning]  # about the body, for the answer
+    num_sequences: int  # choices of all prompts
 
     def acquire(self) -> Permits:
         """Acquire a permit for every choice. Raises Busy."""

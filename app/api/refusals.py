@@ -31,7 +31,7 @@ def _is(*neutral: object) -> Harmless:
 
 
 def _not_above_one(value: Any) -> bool:
-    """Return True also for a value that is no count, because schemas.py refuses that."""
+    """Return True also for a value that is not a count, because schemas.py refuses that."""
     return not isinstance(value, int) or value <= 1
 
 

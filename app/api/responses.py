@@ -25,7 +25,7 @@ _NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
 }
-"""Fields of chat with the names that they have here."""
+"""Fields of chat -> their names in this API."""
 
 
 @router.post(
@@ -41,17 +41,17 @@ _NAMES = {
 async def responses(request: Request) -> Response:
     received = await receive(request, items.ResponsesRequest)
     conversation = Conversation(received.body)
-    with conversation.errors_of_its_fields():
+    with conversation.renaming_errors():
         body = parse(conversation.as_chat(), items.ConversationRequest, received.services.metrics)
         chat: Received[items.ConversationRequest] = replace(received, body=body)  # type: ignore[arg-type, assignment]
         choices = await converse(chat)
-    choices.warnings = [{**one, "param": conversation.own_name(one["param"])} for one in choices.warnings]
+    choices.warnings = [{**one, "param": conversation.field_name(one["param"])} for one in choices.warnings]
     defaults = received.services.tokenizer.defaults
     return await answer(chat, choices, ResponseAnswers(received.body, received.model_name, defaults, choices))
 
 
 class Conversation:
-    """Messages of chat that are made of a request's items. Each message has its source, the field it comes from."""
+    """A request's items as messages of chat. Each message has a source, the field that it comes from."""
 
     def __init__(self, body: items.ResponsesRequest) -> None:
         self._body = body
@@ -66,11 +66,11 @@ class Conversation:
                 self._add_item(f"input.{index}", item)
 
     def as_chat(self) -> dict[str, Any]:
-        """Return the body that asks /v1/chat/completions the same."""
+        """Return the equivalent body of /v1/chat/completions."""
         body = self._body
-        of_function = {"name", "description", "parameters", "strict"}
+        function_fields = {"name", "description", "parameters", "strict"}
         tools = [
-            {"type": tool.type, "function": tool.model_dump(include=of_function, exclude_unset=True)}
+            {"type": tool.type, "function": tool.model_dump(include=function_fields, exclude_unset=True)}
             for tool in body.tools or []
         ]
         choice: Any = body.tool_choice
@@ -87,31 +87,31 @@ class Conversation:
         }
 
     @contextmanager
-    def errors_of_its_fields(self) -> Iterator[None]:
-        """Give the errors of chat's fields the names of the request's own."""
+    def renaming_errors(self) -> Iterator[None]:
+        """Raise errors about fields of chat with the names of this API's fields instead."""
         try:
             yield
         except ApiError as error:
             raise replace(
-                error, message=self._renamed(error), param=error.param and self.own_name(error.param)
+                error, message=self._renamed(error), param=error.param and self.field_name(error.param)
             ) from None
 
     def _renamed(self, error: ApiError) -> str:
-        """Return the message with the request's own names of fields. Texts in quotes or backticks may be the client's.
+        """Return the message with this API's names of fields. Texts in quotes or backticks may be the client's.
 
         A field is the param, or opens the message. With a param without dots it may also have one of `_NAMES`.
         """
         param = error.param or ""
-        places = {0, error.message.find(f"`{param}`")}
+        starts = {0, error.message.find(f"`{param}`")}
 
-        def rename(found: re.Match[str]) -> str:
-            field: str | None = found[1]
-            is_field = field and (found.start() in places or ("." not in param and field in _NAMES))
-            return f"`{self.own_name(field)}`" if field and is_field else found[0]
+        def rename(match: re.Match[str]) -> str:
+            field: str | None = match[1]
+            is_field = field and (match.start() in starts or ("." not in param and field in _NAMES))
+            return f"`{self.field_name(field)}`" if field and is_field else match[0]
 
         return re.sub(r'"(?:[^"\\]|\\.)*"|`([^`]+)`', rename, error.message)
 
-    def own_name(self, field: str) -> str:
+    def field_name(self, field: str) -> str:
         """Return the request's field that a field of chat comes from."""
         sources = {f"messages.{index}": source for index, source in enumerate(self._sources)}
         if source := sources.get(".".join(field.split(".")[:2])):

@@ -191,10 +191,10 @@ class ResponseAnswers:
             "name": call.name,
             "arguments": call.arguments,
         }
-        place = {"item_id": item["id"], "output_index": index}
+        position = {"item_id": item["id"], "output_index": index}
         yield _item_event("added", index, {**item, "status": "in_progress", "arguments": ""})
-        yield {"type": f"{kind}.delta", **place, "delta": call.arguments}
-        yield {"type": f"{kind}.done", **place, "name": call.name, "arguments": call.arguments}
+        yield {"type": f"{kind}.delta", **position, "delta": call.arguments}
+        yield {"type": f"{kind}.done", **position, "name": call.name, "arguments": call.arguments}
         yield _item_event("done", index, item)
         self._output.append(item)
 
@@ -234,15 +234,15 @@ class ResponseAnswers:
 
 
 class _TextItem:
-    """Item at `index` whose one part, of a `kind`, is text that is being written: a message, or reasoning."""
+    """Item at `index` that is being written: a message or reasoning, with one part of text of this `kind`."""
 
     def __init__(self, kind: Kind, index: int) -> None:
         self.kind = kind
         self._index = index
         self._id = _new_id("msg" if kind == "output_text" else "rs")
         self._texts: list[str] = []
-        self._of_delta: Event = {"logprobs": []} if kind == "output_text" else {}
-        self._place = {"item_id": self._id, "output_index": index, "content_index": 0}
+        self._delta_fields: Event = {"logprobs": []} if kind == "output_text" else {}
+        self._position = {"item_id": self._id, "output_index": index, "content_index": 0}
 
     def item(self, status: Status) -> OutputMessage | OutputReasoning:
         """Return the item, which has its part once it is written."""
@@ -258,16 +258,16 @@ class _TextItem:
 
     def begin(self) -> Iterator[Event]:
         yield _item_event("added", self._index, self.item("in_progress"))
-        yield {"type": "response.content_part.added", **self._place, "part": self._part("")}
+        yield {"type": "response.content_part.added", **self._position, "part": self._part("")}
 
     def write(self, text: str) -> Event:
         self._texts.append(text)
-        return {"type": f"response.{self.kind}.delta", **self._place, "delta": text, **self._of_delta}
+        return {"type": f"response.{self.kind}.delta", **self._position, "delta": text, **self._delta_fields}
 
     def end(self, status: Status) -> Iterator[Event]:
         text = "".join(self._texts)
-        yield {"type": f"response.{self.kind}.done", **self._place, "text": text, **self._of_delta}
-        yield {"type": "response.content_part.done", **self._place, "part": self._part(text)}
+        yield {"type": f"response.{self.kind}.done", **self._position, "text": text, **self._delta_fields}
+        yield {"type": "response.content_part.done", **self._position, "part": self._part(text)}
         yield _item_event("done", self._index, self.item(status))
 
 

@@ -117,7 +117,7 @@ Item = Annotated[
 
 
 class FunctionTool(Body):
-    """A function that the model may call. Its fields are next to its type, unlike those of chat."""
+    """A function that the model may call. Unlike chat's, it has no nested `function`."""
 
     type: Annotated[
         Literal["function"], known_type("function", why='must be "function": this server has no built-in tools')

@@ -297,7 +297,7 @@ class TemplatedRequest(ModelRequest):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
     def switches(self, known: Collection[str]) -> dict[str, Any]:
-        """Return the set variables of the chat template's own (`known`). A null counts as unset."""
+        """Return the variables of the chat template (`known`) that the request sets. A null counts as unset."""
         wishes = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             wishes["enable_thinking"] = self.reasoning_effort != "none"

@@ -23,13 +23,7 @@ TIMEOUT_HEADER = "X-Request-Timeout"
 
 @dataclass(eq=False)
 class Services:
-    """What the handlers of one server share. `api_keys` are those of the settings and of their file.
-
-    `settings` are those that are not default. `reasoning_parser` and `call_format` parse reasoning and calls out of
-    chat answers, unless they are None. Set to `auto` they follow the chat template, which follows a named format. While
-    the server `is_leaving`, /ready answers 503, and requests are still served. `num_unread_bytes` counts the bytes of
-    bodies that have not arrived whole.
-    """
+    """What the handlers of one server share."""
 
     config: Config
     engine: EngineClient
@@ -42,13 +36,14 @@ class Services:
         self.api_keys = self.config.api_keys()
         self.admin_digests = key_digests(self.config.admin_key)
         self.model_names = self.config.model_names
+        # Set to `auto`, both parsers of chat answers follow the chat template, which in turn follows a named format.
         self.reasoning_parser = reasoning_for(self.config.reasoning_parser, template.source)
         self.call_format = format_for(self.config.tool_call_parser, template.source)
         if self.call_format is not None:
             template.call_format = self.call_format
         self.settings = changed(self.config)
-        self.num_unread_bytes = 0
-        self.is_leaving = False
+        self.num_unread_bytes = 0  # of bodies that have not arrived whole
+        self.is_leaving = False  # then /ready answers 503, and requests are still served
         self.created = int(time.time())
 
     def client_id(self, request: Request) -> str:
@@ -58,9 +53,9 @@ class Services:
         return request.client.host if request.client else ""
 
     def deadline(self, request: Request, arrived: float) -> float | None:
-        """Return the time.monotonic() when the answer must be whole, for a request of `arrived`.
+        """Return the time.monotonic() by which the answer must be complete, or None without a limit.
 
-        Raise ApiError 400 for a header that is no number of seconds.
+        Raise ApiError 400 for a header that is not a number of seconds.
         """
         seconds = self.config.request_timeout or math.inf
         if (text := request.headers.get(TIMEOUT_HEADER)) is not None:
@@ -83,7 +78,7 @@ class Services:
 
 
 def changed(config: Config) -> dict[str, str]:
-    """Return the settings that are not default, by flag. Of keys it is only said that there are some."""
+    """Return the settings that are not default, by flag. Keys are redacted."""
     known = ENGINE_SETTINGS | SERVER_SETTINGS
     given = {name: getattr(config.engine if name in ENGINE_SETTINGS else config, name) for name in known}
     others = {name: value for name, value in given.items() if value != known[name].default}

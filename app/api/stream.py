@@ -48,53 +48,48 @@ class Usage(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New part of the choice `index`. The last piece of a choice has a `finish_reason`.
-
-    `parts` is what was parsed, in order. `num_earlier_calls` counts the tool calls of earlier pieces. `steps`, if the
-    client wants them, have the numbers of drafts `verified` and `accepted`, and the texts of their `tokens`.
-    `stop_reason` and `matched_stop` of a last piece are what ended the choice, as vLLM and SGLang name it.
-    """
+    """New part of the choice `index`."""
 
     index: int
-    parts: Sequence[Parsed] = ()
-    num_earlier_calls: int = 0
-    steps: Sequence[dict[str, Any]] = ()
-    finish_reason: Reason | None = None
+    parts: Sequence[Parsed] = ()  # in the order of the output
+    num_earlier_calls: int = 0  # tool calls of earlier pieces
+    steps: Sequence[dict[str, Any]] = ()  # if the client wants them: drafts `verified`, `accepted`, texts of `tokens`
+    finish_reason: Reason | None = None  # of the last piece only
     is_first: bool = False
-    stop_reason: str | int | None = None
-    matched_stop: str | int | None = None
+    stop_reason: str | int | None = None  # what ended the choice, as vLLM reports it
+    matched_stop: str | int | None = None  # and as SGLang does
 
 
 class Answers(Protocol):
-    """Writer of one request's answer: `whole`, of whole choices, or as Server-Sent Events.
+    """Writer of one request's answer, either `whole` or as Server-Sent Events."""
 
-    `events` has those of a piece, b"" without any; `end` those after all; `failure` the last of a broken stream.
-    """
+    def whole(self, pieces: Sequence[Piece]) -> Mapping[str, object]:
+        """Return the body of an answer. Each piece is a whole choice."""
 
-    def whole(self, pieces: Sequence[Piece]) -> Mapping[str, object]: ...
-    def events(self, piece: Piece) -> bytes: ...
-    def end(self) -> bytes: ...
-    def failure(self, error: ApiError) -> bytes: ...
+    def events(self, piece: Piece) -> bytes:
+        """Return the events of a piece, or b"" if it has none."""
+
+    def end(self) -> bytes:
+        """Return the events after all pieces."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the last events of a stream that breaks off."""
 
 
 @dataclass(slots=True)
 class Choice:
-    """One choice: its deltas, decoded, cut at stop strings and parsed. A stop string aborts the request.
-
-    `with_steps` splits the text into steps and tokens. A stop token of `eos_ids` is the model's own end.
-    `num_before_content` counts the tokens of the reasoning and its marks, if the parser has found some.
-    """
+    """One choice: its deltas, decoded, cut at stop strings and parsed. A stop string aborts the request."""
 
     index: int
     deltas: RequestStream
     detokenizer: Detokenizer
     parser: OutputParser
     engine: EngineClient
-    with_steps: bool = False
-    eos_ids: Collection[int] = ()
+    with_steps: bool = False  # split the text into steps and tokens
+    eos_ids: Collection[int] = ()  # stop tokens that are the model's, not the client's
     counts: Counter[str] = field(default_factory=Counter)
     has_begun: bool = False
-    num_before_content: int = 0
+    num_before_content: int = 0  # tokens of the reasoning and its marks
 
     def take(self) -> Piece | None:
         """Return what has arrived since the last call, or None. Raises ApiError if the engine failed on the request."""
@@ -205,15 +200,14 @@ class Choices:
 
     @property
     def timelines(self) -> list[Timeline]:
-        """Timelines of the choices."""
         return [choice.deltas.timeline for choice in self._choices]
 
     @property
     def usage(self) -> Usage:
         """The usage so far.
 
-        A prompt counts once. Its cached tokens are those of its first choice, because the others may have found the
-        pages of that one.
+        A prompt counts once, with the cached tokens of its first choice, because the other choices may hit the pages
+        of that one.
         """
         num_new = sum(line.tokens for line in self.timelines)
         cached = sum(line.cached_tokens for line in self.timelines[:: self.num_per_prompt])

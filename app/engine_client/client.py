@@ -1,7 +1,7 @@
 """EngineClient, the asyncio side of the engine process: submit, abort, flush, drain.
 
 One task reads the engine's replies, and every request has its own stream. When the engine dies or hangs, every request
-that runs ends with an error, so that no reader waits for ever.
+that runs ends with an error, so that no reader hangs.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ class EngineClient:
         """Send one request to the engine, and return the stream of its deltas, which the caller closes.
 
         `request.request_id` must be new. `arrived` is the `time.monotonic()` when the client asked, and `deadline` the
-        one when a running request is aborted. One of `permits` is used; without `permits` one is acquired. Raise
+        one at which a running request is aborted. One of `permits` is used; without `permits` one is acquired. Raise
         EngineUnavailable or Busy, or what the encoder raises. Then nothing was sent and no permit was used.
         """
         info = self.ready_info()  # the engine may have ended since the request came

@@ -29,8 +29,8 @@ _REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 class EngineLink:
     """Running engine process. Made with `open`; its owner must `close` it.
 
-    The engine has its own session, so Ctrl-C reaches only the API process, which then drains. The engine's stdin stays
-    open as long as this process lives, and its end tells the engine that the parent is gone.
+    The engine has a separate session, so Ctrl-C reaches only the API process, which then drains. Its stdin stays open
+    as long as this process lives, and its end tells the engine that the parent is gone.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class EngineLink:
         """Yield every reply in order, including those that the process sent just before its end.
 
         Replies that have arrived come within one turn of the event loop, up to a bound, so that a slow reader gets them
-        as one delta. Raise msgspec.DecodeError for a message that is no `Reply`.
+        as one delta. Raise msgspec.DecodeError for a message that is not a `Reply`.
         """
         assert self._process is not None
         loop = asyncio.get_running_loop()
@@ -141,7 +141,7 @@ class EngineLink:
 
 
 def _kill_session(pid: int) -> None:
-    """Kill the engine process and those that it has started, of which one may be stopped or hang."""
+    """Kill the engine process and its children, any of which may be stopped or hang."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 

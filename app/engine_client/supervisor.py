@@ -23,12 +23,12 @@ from app.wire import Command, Fatal, LoadProgress, Ready, Reply, Shutdown, Stepp
 
 logger = logging.getLogger(__name__)
 
-# Two deaths may be chance. Three within a minute repeat whatever request or device is at fault.
+# Two deaths may be chance. Three within a minute have a cause that a restart does not remove.
 MAX_DEATHS = 3
 DEATHS_WINDOW_SECONDS = 60.0
 # A pause of the whole server counts as a tenth of the timeout.
 NUM_NAPS = 10
-# An engine that has said Fatal ends by itself, and may have a device to give back.
+# An engine that has sent Fatal exits, and may have to release a device first.
 _END_GRACE_SECONDS = 2.0
 
 Phase = Literal["loading", "ready", "draining", "dead"]

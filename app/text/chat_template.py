@@ -52,8 +52,8 @@ class ChatTemplate:
         environment = _environment()
         tree = environment.parse(text)
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
-        own = _set_before_read(tree) | _STANDARD_VARIABLES | special.keys() | _GLOBALS.keys()
-        self.switches = sorted(self.variables - own)
+        predefined = _set_before_read(tree) | _STANDARD_VARIABLES | special.keys() | _GLOBALS.keys()
+        self.switches = sorted(self.variables - predefined)
         # A template may write the first call of a message and leave others out.
         self.takes_one_call = "message.tool_calls[0]" in text and "in message.tool_calls" not in text
         self.writes_calls = "tool_calls" in text
@@ -216,7 +216,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **settings: Any) -> str:
-    """Return JSON without the HTML escapes of Jinja's own filter."""
+    """Return JSON without the HTML escapes of Jinja's filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **settings)
 
 

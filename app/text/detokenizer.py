@@ -11,13 +11,12 @@ from app.messages import FinishReason
 class Detokenizer:
     """Decoder of one request's deltas to text that may be shown.
 
-    The text is searched in token order. The stop string that is complete first wins, and of several that end together
-    the longest. The token that completes it is the last that counts, and the text ends before the stop string. The text
-    therefore depends neither on the lengths of the deltas nor on the steps.
+    The text is searched in token order. The stop string that is complete first wins, and the longest of several that
+    end together. The token that completes it is the last that counts, and the text ends before the stop string. The
+    text therefore depends neither on the lengths of the deltas nor on the steps.
 
-    `finish_reason` and `num_tokens` are the request's end and its number of tokens. `stop_string` is the one that ended
-    the request. With `include_stop` the stop string
-    or stop token that ended the request is part of the text. The first `min_tokens` tokens complete no stop string.
+    With `include_stop` the stop string or stop token that ended the request is part of the text. The first `min_tokens`
+    tokens complete no stop string.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class Detokenizer:
         self._min_tokens = min_tokens
         self._held = ""
         self.num_tokens = 0
-        self.stop_string: str | None = None
+        self.stop_string: str | None = None  # the one that ended the request
         self.finish_reason: FinishReason | None = None
 
     def push(self, token_ids: Sequence[int], finish: FinishReason | None = None) -> str:

@@ -152,22 +152,16 @@ class CallParser(ABC):
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """Format in which a family of models writes tool calls.
-
-    `marks` are tags that must stay in the text, even if they are special tokens. `fits(source)` is true of a chat
-    template that teaches this format. `parser` takes the tools that are offered. `opening` begins a call, up to the
-    function's name. `key` names the arguments of a call that is a JSON object. In other formats `around_name` is the
-    text around a name, which is {} in it. `for_template` returns messages and tools as the family's chat templates
-    read them, or raises ValueError. It is None if the templates write all that they say.
-    """
+    """Format in which a family of models writes tool calls."""
 
     name: str
-    parser: Callable[[Sequence[Json]], CallParser]
-    marks: tuple[str, ...]
-    fits: Callable[[str], bool]
-    opening: str
-    key: str = ""
-    around_name: str = ""
+    parser: Callable[[Sequence[Json]], CallParser]  # takes the tools that are offered
+    marks: tuple[str, ...]  # tags that must stay in the text, even if they are special tokens
+    fits: Callable[[str], bool]  # true for the source of a chat template that teaches this format
+    opening: str  # of a call, up to the function's name
+    key: str = ""  # name of the arguments in a call that is a JSON object
+    around_name: str = ""  # in other formats, the text around a name, which is {} in it
+    # Returns messages and tools as the family's chat templates read them, or raises ValueError. None: as they are.
     for_template: Callable[[list[Json], list[Json] | None], tuple[list[Json], list[Json] | None]] | None = None
 
     def prefix(self, function: str | None) -> str:

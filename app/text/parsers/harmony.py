@@ -24,7 +24,7 @@ class _Kind(Enum):
 class HarmonyReasoning:
     """ReasoningParser of harmony: splits messages into reasoning and content.
 
-    Marks and headers are dropped, except those of a call, which the content keeps. An empty line separates messages of
+    Marks and headers are dropped, except for a call's, which the content keeps. An empty line separates messages of
     one kind. An output without a header is content: it continues a message that the prompt has begun.
     """
 
