@@ -78,7 +78,7 @@ def _bits(backend: Backend, comm: Comm, local: Tensor, first_row: Tensor) -> Cas
         "same_bits_captured": graph and torch.equal(total, graph[1]),
         "same_bits_alone": torch.equal(total[:1], first_row),
         "same_bits_on_all_ranks": all(torch.equal(total, other) for other in totals),
-        "added_in_order_totals": torch.equal(total, in_order),
+        "added_in_order_of_ranks": torch.equal(total, in_order),
     }
 
 

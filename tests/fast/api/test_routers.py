@@ -170,7 +170,11 @@ def test_headers_of_an_endpoint_picker_change_nothing_and_are_logged(server, cap
         answer = server.http.post("/v1/completions", content=json.dumps(ASK), headers=headers)
         server.http.get("/version")  # A line is written behind the answer, and before the next request.
     assert answer.status_code == 200
-    (line,) = [record.getMessage() for record in caplog.records if "/v1/completions" in record.getMessage()]
+    (line,) = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "app.access" and "/v1/completions" in record.getMessage()
+    ]
     assert "x-gateway-destination-endpoint=10.0.0.1:8000,10.0.0.2:8000" in line and "x-slo-ttft-ms=200" in line
     assert "x-gateway-inference-objective=chat%7F%09tricky" in line
     assert "c2VjcmV0" not in line
