@@ -20,7 +20,7 @@ import zmq
 
 from app import log, wire
 from app.config.engine import EngineConfig
-from app.engine.dflash.report import Acceptance, report
+from app.engine.dflash.report import AcceptanceWarning, report
 from app.engine.errors import UnsupportedError, last_words
 from app.engine.host_cores import use_own_cores
 from app.engine.load.engine import Engine, build_engine
@@ -127,7 +127,7 @@ def serve(link: Link, engine: Engine) -> None:
 
     With `--log-level debug` the invariants of sequences, pages and states are checked whenever the engine is idle.
     """
-    core, acceptance = engine.core, Acceptance()
+    core, acceptance = engine.core, AcceptanceWarning()
     while True:
         if not core.has_work and logger.isEnabledFor(logging.DEBUG):
             core.scheduler.check()

@@ -69,7 +69,7 @@ def report(draft: DFlashConfig) -> dict[str, str]:
     }
 
 
-class Acceptance:
+class AcceptanceWarning:
     """Acceptance of an engine's drafts. Warns once, if less than FEW of WINDOW drafts were accepted."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ import torch
 from app.engine.checkpoint.draft import draft_config
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import DEMO, read_config
-from app.engine.dflash.report import WINDOW, Acceptance, log_draft
+from app.engine.dflash.report import WINDOW, AcceptanceWarning, log_draft
 from app.messages import SpecStep, TokenDelta
 
 
@@ -18,7 +18,7 @@ def steps(count: int, accepted: int) -> list[TokenDelta]:
 
 
 def test_a_draft_that_does_badly_is_warned_of_once_with_the_causes_in_order(caplog: pytest.LogCaptureFixture) -> None:
-    acceptance = Acceptance()
+    acceptance = AcceptanceWarning()
     acceptance.add(steps(WINDOW // 10 - 1, 0))
     assert not caplog.records, "too few to judge"
     acceptance.add([*steps(1, 9), TokenDelta("plain", [7], [SpecStep(1, 0, 0)])])
@@ -31,7 +31,7 @@ def test_a_draft_that_does_badly_is_warned_of_once_with_the_causes_in_order(capl
 
 
 def test_drafts_are_judged_in_windows_so_that_a_good_beginning_hides_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    acceptance = Acceptance()
+    acceptance = AcceptanceWarning()
     for _ in range(20):
         acceptance.add(steps(WINDOW // 10, 1))
     assert not caplog.records, "a tenth is not less than a tenth"
