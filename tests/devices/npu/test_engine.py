@@ -135,7 +135,7 @@ def test_every_rule_holds_for_an_engine_with_experts_in_bfloat16(tmp_path):
 def test_what_the_operators_cannot_do_is_refused_by_name_before_weights_are_read(
     tmp_path, monkeypatch, shape, config, named
 ):
-    monkeypatch.setattr(build, "_read_weights", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(build, "read_models", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(UnsupportedError, match=named):
         engine(make_pair(tmp_path, **SMALL | shape), **config)
 
