@@ -51,8 +51,13 @@ def is_fast(item: pytest.Item) -> bool:
 
 
 def fast_ones(values: Iterable[Any], fast: Collection[Any]) -> list[Any]:
-    """Return the parameters of a costly test. Only `make proof` runs those that are not in `fast`."""
-    return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    """Return the parameters of a fast test. Those that are not in `fast` run with the exhaustive tests."""
+    return [value if value in fast else pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
+
+
+def landing_ones(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
+    """Return the parameters of an exhaustive test. Only `make proof` runs those that are not in `kept`."""
+    return [value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 @pytest.fixture(autouse=True)

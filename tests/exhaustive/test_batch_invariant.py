@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.costs import fast_ones
+from tests.costs import landing_ones
 from tests.fast.engine.lossless import Case, Subject, demo_subject, random_prompts
 from tests.fast.engine.pairs import make_pair
 
@@ -51,7 +51,7 @@ def expected(subject: Subject, case: Case) -> list[list[int]]:
     return [text for text in alone(subject, case) for _ in range(1 + case.cached)]
 
 
-@pytest.fixture(scope="module", params=fast_ones([0, 1], (1,)), ids=["random", "demo"])
+@pytest.fixture(scope="module", params=landing_ones([0, 1], (1,)), ids=["random", "demo"])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     wishes = {"dtype": "bfloat16", "batch_invariant": True}
     return list(subjects(tmp_path_factory.mktemp("pairs"), **wishes))[request.param]

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from tests.costs import fast_ones
+from tests.costs import landing_ones
 from tests.exhaustive.live import load_transformers
 from tests.fast.engine.feeder import Feeder, assert_logits_close, random_checkpoint
 from tests.fast.engine.lossless import LUCKY, Case, Subject, assert_lossless, cap, random_prompts
@@ -25,7 +25,7 @@ CASES = [
 SHAPES = FAMILIES | {"gpt-oss": GPT_OSS, "Qwen3 with experts": {"seed": 22, "experts": 8}}
 
 
-@pytest.mark.parametrize("shape", fast_ones(SHAPES, [*SHAPES][::3]))
+@pytest.mark.parametrize("shape", landing_ones(SHAPES, [*SHAPES][::3]))
 def test_text_with_dflash_is_text_without_is_transformers(tmp_path: Path, shape: str) -> None:
     pair = make_pair(tmp_path, **LUCKY | SHAPES[shape])
     subject = Subject(shape, pair.target, pair.draft, random_prompts(pair.vocab_size, 50), load_transformers)

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from app.messages import Request
-from tests.costs import fast_ones
+from tests.costs import landing_ones
 from tests.exhaustive.live import load_transformers
 from tests.fast.engine.feeder import HYBRIDS, assert_logits_close, random_checkpoint
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
@@ -69,7 +69,7 @@ def test_plain_decoding_is_transformers_own(subject: Subject, near_ties: list[Co
 CASES = covering_cases(2, path=("eager", "graphs", "overlap"), page_size=(1, 4, 16))
 
 
-@pytest.mark.parametrize("case", fast_ones(CASES, CASES[::4]), ids=str)
+@pytest.mark.parametrize("case", landing_ones(CASES, CASES[::4]), ids=str)
 def test_dflash_changes_no_token(subject: Subject, near_ties: list[Comparison], case: Case):
     run = subject.run(case)
     comparison = subject.compare(run.texts, case)
@@ -96,7 +96,7 @@ def test_a_conversation_from_the_prefix_cache_says_transformers_text(tmp_path: P
     assert hits[0] == 0 and all(found > 30 for found in hits[1:]), "beyond the prompt of the turn before"
 
 
-@pytest.mark.parametrize("cut", fast_ones(range(16), (0, 7, 15)))
+@pytest.mark.parametrize("cut", landing_ones(range(16), (0, 7, 15)))
 def test_every_accepted_count_at_every_position_says_transformers_text(tmp_path: Path, cut: int):
     """A step at each position of a window accepts `cut` drafts, and the steps around it draw theirs."""
     pair = make_hybrid_pair(tmp_path, seed=4, block_size=16, max_position_embeddings=256)

@@ -6,7 +6,7 @@ import schemathesis
 from hypothesis import HealthCheck
 from schemathesis import Case
 
-from tests.costs import fast_ones
+from tests.costs import landing_ones
 from tests.exhaustive.operations import CHECKS, OPERATIONS, TRIALS
 from tests.fast.api.served import PATIENCE
 
@@ -20,7 +20,7 @@ def operations(shared_server):
     return {operation.label: operation for operation in (found.ok() for found in schema.get_all_operations())}
 
 
-@pytest.mark.parametrize("examples", fast_ones([20, 60], (20,)))
+@pytest.mark.parametrize("examples", landing_ones([20, 60], (20,)))
 @pytest.mark.parametrize(("label", "mode"), TRIALS, ids=lambda value: getattr(value, "value", value))
 def test_every_answer_is_as_described_and_none_is_a_server_error(operations, label, mode, examples):
     @hypothesis.settings(max_examples=examples, suppress_health_check=list(HealthCheck))

@@ -19,7 +19,7 @@ import pytest
 from app.engine.schedule.costs import CostTable, Shape, shapes
 from app.engine.schedule.policy import Policy
 from tests import GOLDEN
-from tests.costs import fast_ones
+from tests.costs import landing_ones
 
 BLOCK = 16
 MAX_TOKENS = 128
@@ -195,7 +195,7 @@ def bounds(machine: str, load: str, concurrency: int) -> tuple[float, float]:
     return MISSED.get((machine, load, concurrency), (0.95, 0.97))
 
 
-REPLAYED = fast_ones(PREFILL_MS, ("measured", "accelerator"))
+REPLAYED = landing_ones(PREFILL_MS, ("measured", "accelerator"))
 
 
 @pytest.mark.parametrize("concurrency", CONCURRENCIES)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.costs import fast_ones
+from tests.costs import landing_ones
 from tests.exhaustive.live import load_transformers
 from tests.fast.engine.feeder import (
     EXPERTS,
@@ -50,7 +50,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return random_checkpoint(tmp_path_factory.mktemp("target"), **MORE_SHAPES[request.param])
 
 
-@pytest.mark.parametrize("chunk", fast_ones(CHUNKS, (7,)))
+@pytest.mark.parametrize("chunk", landing_ones(CHUNKS, (7,)))
 def test_prefill_in_chunks_gives_transformers_logits_and_hidden_states(checkpoint: Checkpoint, chunk: int | None):
     feeder, text = Feeder(checkpoint.engine()), checkpoint.prompts[0]
     seq = feeder.feed_whole(text, chunk)
@@ -59,7 +59,7 @@ def test_prefill_in_chunks_gives_transformers_logits_and_hidden_states(checkpoin
     assert_logits_close(feeder.features(seq), features(target, text, checkpoint.taps))
 
 
-@pytest.mark.parametrize("page_size", fast_ones([1, 4, 128], (4,)))
+@pytest.mark.parametrize("page_size", landing_ones([1, 4, 128], (4,)))
 def test_a_ragged_batch_of_decodes_and_chunks_gives_each_its_own_logits(checkpoint: Checkpoint, page_size: int):
     feeder = Feeder(checkpoint.engine(page_size=page_size))
     first, second, third = (feeder.sequence(text) for text in checkpoint.prompts)
@@ -78,7 +78,7 @@ def test_a_ragged_batch_of_decodes_and_chunks_gives_each_its_own_logits(checkpoi
         assert_logits_close(feeder.features(seq), features(target, text, checkpoint.taps))
 
 
-@pytest.mark.parametrize("chunk", fast_ones([1, 7, None], (7,)))
+@pytest.mark.parametrize("chunk", landing_ones([1, 7, None], (7,)))
 @pytest.mark.parametrize("source", IN_BF16)
 def test_bf16_logits_are_no_worse_than_transformers_bf16_logits(tmp_path: Path, source: str, chunk: int | None):
     if source == "demo":

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.config.engine import EngineConfig
-from tests.costs import fast_ones
+from tests.costs import landing_ones
 from tests.exhaustive.gloo_ranks import PROGRAM
 from tests.exhaustive.rank_processes import Job, Result, run_on_ranks
 from tests.fast.engine import lossless
@@ -55,7 +55,7 @@ def job(subject: Subject, case: Case, size: int, **config: Any) -> Job:
 
 @pytest.mark.parametrize(
     "name",
-    fast_ones(["demo", "Llama 3.2, tied", "Qwen2.5", "Qwen3, biases", *LUCKY_PAIRS], ("demo", "gpt-oss", "Qwen3.5")),
+    landing_ones(["demo", "Llama 3.2, tied", "Qwen2.5", "Qwen3, biases", *LUCKY_PAIRS], ("demo", "gpt-oss", "Qwen3.5")),
 )
 def test_processes_decode_what_one_does(tmp_path: Path, name: str):
     size = 4 if name in FOUR else 2

@@ -16,7 +16,7 @@ from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
 from app.engine.device.comparison import check_attention
 from app.engine.errors import UnsupportedError
 from app.engine.step.graph_plan import settle_graph_sizes
-from tests.costs import fast_ones
+from tests.costs import landing_ones
 from tests.fast.engine.paged import Paged
 
 torch.set_num_threads(1)
@@ -61,7 +61,7 @@ def test_attention_is_a_softmax_over_each_sequences_own_tokens(backend, lengths,
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
-@pytest.mark.parametrize("splits", fast_ones([1, 2, 8], (2,)))
+@pytest.mark.parametrize("splits", landing_ones([1, 2, 8], (2,)))
 def test_split_tokens_come_together_again_also_where_a_row_sees_nothing_of_a_part(backend, splits, causal):
     for lengths in ([16, 2], [17, 40]), ([1, 1], [3, 200]):
         check(Paged(*lengths, causal=causal), backend, splits=splits, tokens=16)
@@ -105,7 +105,7 @@ def test_a_value_that_is_not_finite_reaches_all_rows_that_see_it_whatever_split_
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
-@pytest.mark.parametrize("window", fast_ones([1, 20, 1000], (20,)))
+@pytest.mark.parametrize("window", landing_ones([1, 20, 1000], (20,)))
 def test_a_row_sees_its_window_by_absolute_positions(backend, window, causal):
     for lengths in ([1, 16, 3, 7], [70, 90, 3, 64]), ([5, 1, 1, 38], [100, 1, 1, 38]), ([1, 1, 0], [5, 130, 0]):
         case = Paged(*lengths, causal=causal, window=window)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.costs import fast_ones
+from tests.costs import landing_ones
 from tests.devices.cuda.engines import GRAPHS, engine, use_kernels
 from tests.fast.engine.dialects import DIALECTS
 from tests.fast.engine.drafted import drafted_by, requests_about_the_window, share_of_right_drafts
@@ -31,7 +31,7 @@ def test_drafts_are_the_references(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert share_of_right_drafts(blocks, pair) == 1.0
 
 
-@pytest.mark.parametrize("graphs", fast_ones([False, True], (True,)))
+@pytest.mark.parametrize("graphs", landing_ones([False, True], (True,)))
 def test_drafts_from_separate_pages_are_the_references(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:

@@ -13,7 +13,7 @@ from app.engine.cuda.backend import CudaBackend
 from app.engine.device.base import ExpertWeights
 from app.engine.device.moe import MoeConfig, mixture, route
 from app.engine.quantised import QuantisedWeight
-from tests.costs import fast_ones
+from tests.costs import landing_ones
 from tests.fast.engine.quantised import E4M3
 
 torch.set_num_threads(1)
@@ -84,7 +84,7 @@ def quantised(weight: Tensor, kind: torch.dtype, group: int) -> QuantisedWeight:
 
 @pytest.mark.parametrize("limit", [None, 0.5], ids=str)
 @pytest.mark.parametrize(("kind", "group"), [(torch.int8, 0), (E4M3, 0), (E4M3, 16), (torch.int8, 32)], ids=str)
-@pytest.mark.parametrize("dtype", fast_ones([torch.bfloat16, torch.float16], (torch.bfloat16,)), ids=str)
+@pytest.mark.parametrize("dtype", landing_ones([torch.bfloat16, torch.float16], (torch.bfloat16,)), ids=str)
 def test_experts_in_8_bits_are_those_of_their_numbers(
     dtype: torch.dtype, kind: torch.dtype, group: int, limit: float | None
 ) -> None:

@@ -15,7 +15,7 @@ from app.engine.schedule.batch import Batch
 from app.engine.schedule.graph_sizes import CHUNK_ROWS
 from app.engine.step.inputs import StepInputs
 from app.messages import Request
-from tests.costs import fast_ones
+from tests.costs import landing_ones
 from tests.devices.npu.engines import LUCKY, SMALL, engine
 from tests.devices.npu.null_device import Trace, traced
 from tests.fast.engine.flat_request import flat_request
@@ -148,7 +148,7 @@ def run(core: EngineCore, seed: int) -> list[Step]:
 
 
 @pytest.mark.usefixtures("in_float32")
-@pytest.mark.parametrize("seed", fast_ones([0, 1, 2], (1,)))
+@pytest.mark.parametrize("seed", landing_ones([0, 1, 2], (1,)))
 def test_texts_and_drafts_of_any_traffic_are_those_of_eager_code(pair: Pair, seed: int) -> None:
     """Drafts are compared too, because a wrong context of a prompt would leave texts as they are."""
     fewer = SIZES | {"kv_cache_memory": 13 * PAGE_BYTES}  # padding needs a scratch page more

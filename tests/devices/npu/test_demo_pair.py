@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.costs import fast_ones
+from tests.costs import landing_ones
 from tests.devices.npu import demo
 from tests.devices.npu.numerics import Numerics
 
@@ -39,7 +39,7 @@ def greedy() -> demo.Run:
 
 
 @pytest.mark.usefixtures("in_float32")
-@pytest.mark.parametrize("way", fast_ones(WAYS, ("graphs",)))
+@pytest.mark.parametrize("way", landing_ones(WAYS, ("graphs",)))
 def test_float32_tokens_and_acceptance_are_the_cpu_engines(prompts: int, drawn_and_greedy: demo.Run, way: str) -> None:
     found = demo.run(demo.engine("npu:0", **WAYS[way]), demo.requests(prompts))
     assert found.kinds == {"prefill", "mixed", "decode"}
@@ -50,7 +50,7 @@ def test_float32_tokens_and_acceptance_are_the_cpu_engines(prompts: int, drawn_a
 
 @pytest.mark.usefixtures("in_float32")
 @pytest.mark.parametrize(
-    "config", fast_ones([{"max_graphs": 2}, {"draft_enforce_eager": True}], [{"max_graphs": 2}]), ids=str
+    "config", landing_ones([{"max_graphs": 2}, {"draft_enforce_eager": True}], [{"max_graphs": 2}]), ids=str
 )
 def test_other_choices_of_graphs_change_nothing(drawn_and_greedy: demo.Run, config: dict[str, Any]) -> None:
     found = demo.run(demo.engine("npu:0", **config), demo.requests(FEW))

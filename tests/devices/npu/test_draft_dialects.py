@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch_npu
 
-from tests.costs import fast_ones
+from tests.costs import landing_ones
 from tests.devices.npu.engines import engine
 from tests.fast.engine.dialects import DIALECTS, WINDOW
 from tests.fast.engine.drafted import drafted_by, requests_about_the_window, share_of_right_drafts
@@ -43,7 +43,7 @@ def test_drafts_are_the_references(tmp_path, name, eager):
 
 
 @pytest.mark.usefixtures("in_float32")
-@pytest.mark.parametrize("eager", fast_ones([True, False], (False,)))
+@pytest.mark.parametrize("eager", landing_ones([True, False], (False,)))
 def test_drafts_from_separate_pages_are_the_references(tmp_path, eager):
     """The page before the window is released while the prompt is read, and others take it."""
     pair = DIALECTS["use_swa"].make(tmp_path, head_dim=64)

@@ -16,7 +16,7 @@ from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
 from app.engine.npu.backend import NpuBackend
 from app.messages import Request
-from tests.costs import fast_ones
+from tests.costs import landing_ones
 from tests.devices.npu.engines import LUCKY, SMALL, engine, requests
 from tests.devices.npu.null_device import traced
 from tests.fast.engine.pairs import FAMILIES, GPT_OSS, Pair, make_pair
@@ -55,7 +55,7 @@ def test_tokens_on_the_null_device_are_the_cpu_engines(pair, monkeypatch, backen
 
 
 @pytest.mark.usefixtures("in_float32")
-@pytest.mark.parametrize("width", fast_ones([16, 8], (16,)))
+@pytest.mark.parametrize("width", landing_ones([16, 8], (16,)))
 @pytest.mark.parametrize("eager", [True, False])
 def test_drafts_and_how_far_they_are_accepted_are_the_cpu_engines(tmp_path, monkeypatch, eager, width):
     """A mistake in the draft leaves every text right, so texts cannot show it. Narrow blocks fill the first columns."""
@@ -90,7 +90,7 @@ FAMILY_SHAPES = FAMILIES | {"gpt-oss": GPT_OSS, "Qwen3-MoE": {"experts": 8}}
 
 
 @pytest.mark.usefixtures("in_float32")
-@pytest.mark.parametrize("eager", fast_ones([True, False], (False,)))
+@pytest.mark.parametrize("eager", landing_ones([True, False], (False,)))
 @pytest.mark.parametrize("shape", ["Llama 3.1", "Qwen2.5", "Qwen3, biases", "Qwen3, yarn", "gpt-oss", "Qwen3-MoE"])
 def test_every_familys_tokens_are_the_cpu_engines(tmp_path, shape, eager):
     pair = make_pair(tmp_path, **FAMILY_SHAPES[shape] | {"head_dim": 64})
@@ -99,7 +99,7 @@ def test_every_familys_tokens_are_the_cpu_engines(tmp_path, shape, eager):
 
 
 @pytest.mark.usefixtures("numerics")
-@pytest.mark.parametrize("eager", fast_ones([True, False], (False,)))
+@pytest.mark.parametrize("eager", landing_ones([True, False], (False,)))
 def test_a_cann_that_cannot_write_pages_scatters_rows_to_the_same_tokens_and_says_so(pair, monkeypatch, caplog, eager):
     lacking = "aclnnScatterPaKvCache or aclnnScatterPaKvCacheGetWorkspaceSize not in libopapi.so"
 

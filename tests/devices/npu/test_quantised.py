@@ -16,7 +16,7 @@ from app.engine.device.moe import MoeConfig, mixture
 from app.engine.npu.backend import NpuBackend
 from app.engine.quantised import QuantisedWeight
 from app.messages import StepOutput
-from tests.costs import fast_ones
+from tests.costs import landing_ones
 from tests.devices.npu.calls import normal
 from tests.devices.npu.engines import HOST_PROCESSOR, LUCKY, engine, requests
 from tests.devices.npu.null_device import traced
@@ -166,7 +166,7 @@ def test_experts_in_int8_are_those_of_the_quantised_numbers(backend: NpuBackend)
     assert errors.max() < 0.03 and errors.min() > 0
 
 
-@pytest.mark.parametrize("how", fast_ones(["W8A8 dynamic", "some layers plain"], ("some layers plain",)))
+@pytest.mark.parametrize("how", landing_ones(["W8A8 dynamic", "some layers plain"], ("some layers plain",)))
 def test_a_w8a8_target_with_experts_has_the_same_text_with_drafts_and_without(tmp_path: Path, how: str) -> None:
     pair = make_pair(tmp_path / "pair", seed=11, block_size=16, num_kv_heads=4, experts=8, **LUCKY)
     pair = replace(pair, target=quantise(pair.target, tmp_path, how)[0])

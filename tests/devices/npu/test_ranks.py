@@ -22,7 +22,7 @@ from app.engine.npu.backend import NpuBackend
 from app.engine.sampling.metadata import GRAPH_KINDS
 from app.messages import Request
 from tests import UNTIMED
-from tests.costs import fast_ones
+from tests.costs import landing_ones
 from tests.devices.npu import demo
 from tests.devices.npu.hccl_ranks import PROGRAM
 from tests.exhaustive.rank_processes import Job, Result, run_on_ranks
@@ -42,7 +42,7 @@ def job(size: int, *, draft: bool = True, **wishes: Any) -> Job:
     return EngineConfig(*pair, tensor_parallel_size=size, **UNTIMED | SIZES | memory | wishes), requests()
 
 
-@pytest.fixture(scope="module", params=fast_ones([2, 4], (2,)))
+@pytest.fixture(scope="module", params=landing_ones([2, 4], (2,)))
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, Result], list[list[str]]]:

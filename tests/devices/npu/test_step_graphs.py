@@ -18,7 +18,7 @@ from app.engine.npu import graph as npu_graph
 from app.engine.npu.backend import NpuBackend
 from app.engine.sampling.metadata import GRAPH_KINDS
 from tests import UNTIMED
-from tests.costs import fast_ones
+from tests.costs import landing_ones
 from tests.devices.npu import demo
 from tests.devices.npu.engines import HOST_PROCESSOR, SMALL, engine, requests
 from tests.devices.npu.null_device import traced
@@ -119,8 +119,8 @@ def test_what_graphs_read_and_write_stays_where_it_was(pair: Pair) -> None:
 CONFIGS = [{}, {"enforce_eager": True}, {"draft_enforce_eager": True}]
 
 
-@pytest.mark.parametrize("config", fast_ones(CONFIGS, CONFIGS[:2]), ids=str)
-@pytest.mark.parametrize("temperature", fast_ones([0.0, 0.7], (0.7,)))
+@pytest.mark.parametrize("config", landing_ones(CONFIGS, CONFIGS[:2]), ids=str)
+@pytest.mark.parametrize("temperature", landing_ones([0.0, 0.7], (0.7,)))
 def test_the_host_waits_once_a_step_and_captures_nothing_after_the_start(pair, config, temperature):
     core = engine(pair, **config)
     for request in requests(30, temperature=temperature):
