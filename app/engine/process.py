@@ -25,8 +25,7 @@ from app.engine.errors import UnsupportedError, last_words
 from app.engine.host_cores import use_own_cores
 from app.engine.load.engine import Engine, build_engine
 from app.engine.load.models import Progress
-from app.engine.ranks.leader import Followers
-from app.engine.ranks.parent import leave_with_parent
+from app.engine.ranks.leader import Followers, leave_with_parent
 from app.messages import EngineInfo, Request, StepOutput, TokenDelta
 
 logger = logging.getLogger(__name__)

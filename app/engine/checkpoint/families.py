@@ -106,7 +106,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("dense Qwen3", "target.Target", partial(decoder_config, qk_norm=True)),
     "qwen3_moe": Family("Qwen3 with experts", "target.Target", partial(decoder_config, qk_norm=True, experts={})),
     "llama": Family("Llama 3", "target.Target", decoder_config),
-    "gpt_oss": Family("gpt-oss", "gpt_oss.GptOss", _gpt_oss),
+    "gpt_oss": Family("gpt-oss", "target.GptOss", _gpt_oss),
     "qwen2": Family("Qwen2 and Qwen2.5", "target.Target", partial(decoder_config, qkv_bias=True)),
     "qwen3_5": Family("dense Qwen3.5, 3.6 and 3.8", "qwen3_5.Qwen3_5", _hybrid),
     "qwen3_5_text": Family("the text part of these", "qwen3_5.Qwen3_5", _hybrid),

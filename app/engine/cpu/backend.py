@@ -28,6 +28,7 @@ from app.engine.device.base import (
     Rotation,
 )
 from app.engine.device.torch import TorchBackend
+from app.engine.errors import UnsupportedError
 from app.engine.quantised import QuantisedWeight, Weight
 
 logger = logging.getLogger(__name__)
@@ -249,6 +250,28 @@ class CpuBackend(TorchBackend):
             kept = (tokens[:, :-1] == drafts.numpy()[draft_index.numpy()]) & (column[1:] <= limits)
             found[:, -1] = np.where(kept.all(axis=1), columns, kept.argmin(axis=1))
         return out
+
+
+class InvariantCpuBackend(CpuBackend):
+    """Backend that gives a row the same bits in every batch (`--batch-invariant`).
+
+    This package's operators make each sum in one order that does not depend on other rows, so PyTorch's are not used.
+    """
+
+    batch_invariant = True
+
+    def make_operators(self, on_progress: Callable[[int, int], None]) -> None:
+        super().make_operators(on_progress)
+        if linear.own(torch.float32):
+            self.use_own(linear.ALL_ROWS)
+
+    def check(self, decoder: DecoderConfig, block_size: int, page_size: int, dtype: torch.dtype) -> None:
+        super().check(decoder, block_size, page_size, dtype)
+        if not linear.own(dtype):
+            raise UnsupportedError("--batch-invariant on a CPU needs g++, and --dtype float32 or bfloat16")
+
+    def end_of_load(self, *, tune: bool) -> None:
+        super().end_of_load(tune=False)
 
 
 def keep_freed_memory() -> None:

@@ -149,6 +149,27 @@ class CudaBackend(TorchBackend):
         return accelerator.peak_memory(run, torch.cuda) if self.on_gpu else super().peak_memory(run)
 
 
+class InvariantCudaBackend(CudaBackend):
+    """Backend that gives a row the same bits in every batch (`--batch-invariant`).
+
+    Each product has tiles of one size and one split of K for a weight. Attention has tiles of one size for all rows,
+    including those of prompts, and adds chunks of a fixed size of a sequence's tokens, from the first one on. Tokens
+    that a row does not see add exact zeros. Norms and rotations are by row. The draft has the same operators, although
+    only the target's bits decide a token.
+    """
+
+    batch_invariant = True
+
+    def pack_weight(self, *parts: Tensor) -> Tensor:
+        """Return `Backend.pack_weight`. Raises UnsupportedError unless the weight's columns are whole tiles."""
+        weight = super().pack_weight(*parts)
+        products.product_of(weight, self.multiprocessors)
+        return weight
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        return products.linear(x, weight, bias, self.multiprocessors)
+
+
 class CudaGraph(Graph):
     """Capture of `run` on `stream`, in the memory of `pool`; None makes a new pool.
 

@@ -51,18 +51,10 @@ def backend_class(kind: str, batch_invariant: bool) -> Callable[[torch.device], 
         from app.engine.npu.backend import NpuBackend
 
         return NpuBackend
-    if kind == "cuda" and batch_invariant:
-        from app.engine.cuda.invariant import InvariantCudaBackend
-
-        return InvariantCudaBackend
     if kind == "cuda":
-        from app.engine.cuda.backend import CudaBackend
+        from app.engine.cuda.backend import CudaBackend, InvariantCudaBackend
 
-        return CudaBackend
-    if batch_invariant:
-        from app.engine.cpu.invariant import InvariantCpuBackend
+        return InvariantCudaBackend if batch_invariant else CudaBackend
+    from app.engine.cpu.backend import CpuBackend, InvariantCpuBackend
 
-        return InvariantCpuBackend
-    from app.engine.cpu.backend import CpuBackend
-
-    return CpuBackend
+    return InvariantCpuBackend if batch_invariant else CpuBackend

@@ -1,4 +1,4 @@
-"""The base class of all targets: a causal decoder that hands out the residual stream after chosen layers."""
+"""The base class of all targets, a causal decoder that returns the residual stream after chosen layers, and gpt-oss."""
 
 from typing import ClassVar
 
@@ -81,3 +81,12 @@ class Target(nn.Module):
         if len(self.layers) - 1 in self.target_layer_ids:
             features.append(residual)
         return hidden, torch.cat(features, dim=-1) if features else None
+
+
+class GptOss(Target):
+    """gpt-oss (arXiv 2508.10925): a sink for each head, and experts with biases and clipped SwiGLU.
+
+    Experts are stored in mxfp4, or as [E, in, out] in 16 bits. Rows of gate and up alternate.
+    """
+
+    expert_layout = ExpertLayout("router", interleaved=True, input_first=True)

@@ -17,8 +17,7 @@ from app.engine.comm.comm import Meeting
 from app.engine.errors import UnsupportedError, last_words
 from app.engine.host_cores import use_own_cores
 from app.engine.load.engine import Rank, build_runner
-from app.engine.ranks.leader import STORE
-from app.engine.ranks.parent import leave_with_parent
+from app.engine.ranks.leader import STORE, leave_with_parent
 from app.engine.ranks.runner import follow
 from app.wire import decode_config
 

@@ -1,6 +1,7 @@
 """The other ranks, seen from rank 0: their processes, and the sockets that carry each step to them."""
 
 import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -19,6 +20,12 @@ from app.messages import how_ended
 FOLLOWER_COMMAND = (sys.executable, "-P", "-m", "app.engine.ranks.follower")
 STORE = "ranks"
 """File in the private folder through which ranks find each other."""
+
+
+def leave_with_parent() -> None:
+    """Wait for the end of stdin, which the process that started this one holds open, and end this process."""
+    sys.stdin.read()
+    os._exit(1)
 
 
 class Followers:

@@ -24,8 +24,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
 from app.engine.cuda import experts, products
-from app.engine.cuda.backend import CudaBackend
-from app.engine.cuda.invariant import InvariantCudaBackend
+from app.engine.cuda.backend import CudaBackend, InvariantCudaBackend
 from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv, ProjectedRows
 from app.engine.device.gated_delta import GatedDeltaStep
 from app.engine.device.moe import ExpertWeights, MoeConfig

@@ -16,7 +16,7 @@ if HAS_TRITON:
     os.environ["TRITON_INTERPRET"] = "1"
     for name in (
         "triton.experimental.gluon",  # the interpreter loads it when it runs
-        "app.engine.cuda.invariant",
+        "app.engine.cuda.backend",
     ):
         importlib.import_module(name)
     launch = importlib.import_module("app.engine.cuda.launch")

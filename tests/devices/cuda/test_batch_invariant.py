@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from app.engine.cuda import attention, products
-from app.engine.cuda.invariant import InvariantCudaBackend
+from app.engine.cuda.backend import InvariantCudaBackend
 from app.engine.device.base import AttentionMask, LayerKv, ProjectedRows
 from app.engine.errors import UnsupportedError
 from app.engine.quantised import QuantisedWeight

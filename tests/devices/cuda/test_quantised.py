@@ -10,8 +10,7 @@ from torch import Tensor
 
 from app.engine.cuda import backend as cuda
 from app.engine.cuda import products
-from app.engine.cuda.backend import CudaBackend
-from app.engine.cuda.invariant import InvariantCudaBackend
+from app.engine.cuda.backend import CudaBackend, InvariantCudaBackend
 from app.engine.quantised import QuantisedWeight
 from tests.devices.cuda.engines import DENSE, GRAPHS, engine, requests, use_kernels
 from tests.fast.engine.lossless import run_engine

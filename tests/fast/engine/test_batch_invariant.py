@@ -9,7 +9,7 @@ from torch import Tensor
 
 from app.config.engine import EngineConfig
 from app.engine.cpu import linear
-from app.engine.cpu.invariant import InvariantCpuBackend
+from app.engine.cpu.backend import InvariantCpuBackend
 from app.engine.device.base import AttentionMask
 from app.engine.device.factory import make_backend
 from app.engine.errors import UnsupportedError

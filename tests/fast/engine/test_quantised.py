@@ -18,8 +18,7 @@ from app.config.engine import EngineConfig
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import Checkpoint, read_config
 from app.engine.checkpoint.read import check_checkpoints
-from app.engine.cpu.backend import CpuBackend
-from app.engine.cpu.invariant import InvariantCpuBackend
+from app.engine.cpu.backend import CpuBackend, InvariantCpuBackend
 from app.engine.device.base import ExpertWeights
 from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
