@@ -32,4 +32,4 @@ def compiled_operators(tmp_path_factory: pytest.TempPathFactory) -> None:
 
         with (tmp_path_factory.getbasetemp().parent / "compiling").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            linear.own(sys.modules["torch"].float32)
+            linear.operator_for(sys.modules["torch"].float32)

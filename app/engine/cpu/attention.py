@@ -1,4 +1,4 @@
-"""Attention over paged K and V by operators of our own: rotate.cpp writes them, attention.cpp reads them in place."""
+"""Attention over paged K and V by this package's operators: rotate.cpp writes pages, attention.cpp reads them."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,9 @@ from app.engine.cpu import linear
 from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv, ProjectedRows
 
 
-def is_own(dtype: torch.dtype) -> bool:
-    """Return True if the operators are here, and compute such numbers."""
-    return linear.own(dtype) is not None
+def supports(dtype: torch.dtype) -> bool:
+    """Return True if the operators are compiled, and compute in `dtype`."""
+    return linear.operator_for(dtype) is not None
 
 
 def attention(q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, sinks: Tensor | None) -> Tensor:
@@ -24,7 +24,7 @@ def attention(q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: Attenti
 
 def rotate_into(rows: ProjectedRows) -> Tensor:
     """Write K and V, and return q [T, heads, D], as `Backend.qkv_into_kv` does, for a rotation of complex64
-    [T, .., D / 2]. No two rows have one slot. Raises RuntimeError for tensors that do not fit.
+    [T, .., D / 2]. Slots are unique. Raises RuntimeError for tensors that do not fit.
 
     For `k_norm` [L, D] the rows are L layers of each of the T / L rows of the rotation, one after the other.
     """

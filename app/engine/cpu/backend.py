@@ -1,4 +1,4 @@
-"""Backend on CPUs, with operators of its own, and PyTorch's in the forms that cost the least.
+"""Backend on CPUs, with this package's operators, and PyTorch's in their cheapest forms.
 
 A step of a small model is hundreds of operators of a few microseconds, so their number counts. A step of a large model
 reads weights, so their layout in memory counts.
@@ -54,7 +54,7 @@ class CpuBackend(TorchBackend):
     quantised_dtypes = ("I8",)
     separate_prefill = False
     max_gathered_tokens = 1 << 13
-    """Bound of PyTorch's attention, which keeps what it gathers in the processor's caches (tools/lab/NOTES.md)."""
+    """Bound for PyTorch's attention, so that what it gathers stays in the processor's caches (tools/lab/NOTES.md)."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -71,23 +71,23 @@ class CpuBackend(TorchBackend):
         return linear.why_not_bfloat16()
 
     def check(self, decoder: DecoderConfig, block_size: int, page_size: int, dtype: torch.dtype) -> None:
-        """Warn of a dtype that processors have few instructions for. Attention is planned for this dtype."""
+        """Warn of a dtype that processors have few instructions for, and plan attention for this dtype."""
         if dtype == torch.float16 != self._dtype:
             logger.warning("--dtype float16 is slow on a CPU; float32 is quicker, and takes twice the memory")
         self._dtype = dtype
 
     def make_operators(self, on_progress: Callable[[int, int], None]) -> None:
         library.on_source.set(on_progress)
-        linear.own(self._dtype)
+        linear.operator_for(self._dtype)
 
     def end_of_load(self, *, tune: bool) -> None:
-        """Time products of few rows, and leave to PyTorch what it computes faster. In a small model nothing is, because
-        its threads wait for one another in busy loops."""
+        """Time products of few rows, and use PyTorch where it is faster. A small model does not, because PyTorch's
+        threads wait for one another in busy loops."""
         keep_freed_memory()  # not earlier, or what quantisation frees would stay
-        if tune and linear.own(self._dtype):
-            self.use_own(linear.ALL_ROWS if self._num_parameters < _SMALL_MODEL else linear.tune(self._packed))
+        if tune and linear.operator_for(self._dtype):
+            self.use_operators(linear.ALL_ROWS if self._num_parameters < _SMALL_MODEL else linear.tune(self._packed))
 
-    def use_own(self, rows: int) -> None:
+    def use_operators(self, rows: int) -> None:
         """Use our kernels for up to `rows` rows, where they exist for the dtype."""
         torch.ops.dflash_server.set_most_rows(rows)
         if self._few_rows:
@@ -95,9 +95,9 @@ class CpuBackend(TorchBackend):
             logger.debug("forwards by one operator: up to %d rows", rows)
 
     def pack_weight(self, *parts: Tensor) -> Tensor:
-        """Return the weight row by row, like it is stored, if this package's own products are here. A weight of one
-        part stays where it is, which is the mapped file if that has the engine's dtype."""
-        if not linear.own(parts[0].dtype):
+        """Return the weight row by row, as it is stored, if this package's products are compiled. A weight of one part
+        stays in place, which is the mapped file if that has the engine's dtype."""
+        if not linear.operator_for(parts[0].dtype):
             self._few_rows = 0
             return self.pack_columns(*parts)
         linear.set_threads(torch.get_num_threads())
@@ -110,8 +110,10 @@ class CpuBackend(TorchBackend):
         return packed
 
     def multiplies(self, weight: QuantisedWeight) -> bool:
-        """Return True for int8 with a scale a row, if this package's own products are here."""
-        return weight.data.dtype == torch.int8 and weight.scales.shape[-1] == 1 and bool(linear.own(weight.dtype))
+        """Return True for int8 with a scale a row, if this package's products are compiled."""
+        return (
+            weight.data.dtype == torch.int8 and weight.scales.shape[-1] == 1 and bool(linear.operator_for(weight.dtype))
+        )
 
     def pack_quantised(self, weight: QuantisedWeight) -> QuantisedWeight:
         linear.set_threads(torch.get_num_threads())
@@ -125,9 +127,9 @@ class CpuBackend(TorchBackend):
         self.fill(_turn, parts, columns.t().split([len(part) for part in parts]))
         return columns.t()
 
-    def fill(self, write: Callable[[Tensor, Tensor], None], parts: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-        """Write rows of each part to its place in threads, without PyTorch, which would start others from each."""
-        blocks, to = ([rows for part in side for rows in part.split(_BLOCK_ROWS)] for side in (parts, places))
+    def fill(self, write: Callable[[Tensor, Tensor], None], parts: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Write each part to its target in threads, without PyTorch, which would start more threads from each."""
+        blocks, to = ([rows for part in side for rows in part.split(_BLOCK_ROWS)] for side in (parts, targets))
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             list(threads.map(write, blocks, to))
 
@@ -151,12 +153,12 @@ class CpuBackend(TorchBackend):
 
     def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> Any:
         """Return None if the operator computes the engine's dtype: it plans nothing."""
-        return None if attention.is_own(self._dtype) else super().plan_attention(meta, mask, group)
+        return None if attention.supports(self._dtype) else super().plan_attention(meta, mask, group)
 
     def attention(
         self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, sinks: Tensor | None = None
     ) -> Tensor:
-        if attention.is_own(q_thd.dtype):
+        if attention.supports(q_thd.dtype):
             return attention.attention(q_thd, kv, meta, mask, sinks)
         return super().attention(q_thd, kv, meta, mask, sinks)
 
@@ -166,23 +168,23 @@ class CpuBackend(TorchBackend):
                 product = torch.mm(x, weight.data.t().to(x.dtype)).mul_(weight.scales[:, 0])
                 return product if bias is None else product.add_(bias)
             return torch.ops.dflash_server.linear_int8(x.contiguous(), weight.data, weight.scales, bias)
-        if weight.is_contiguous() and (multiply := linear.own(weight.dtype)):
+        if weight.is_contiguous() and (multiply := linear.operator_for(weight.dtype)):
             return multiply(x, weight, bias)
         return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
 
     def grouped(self, x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
-        """Return `moe.grouped`. An expert in int8 multiplies its rows like another weight, where it lies."""
+        """Return `moe.grouped`. An int8 expert multiplies its rows in place, like any other weight."""
         if isinstance(weight, Tensor):
             return super().grouped(x, weight, ends)
         parts = [(e, rows) for e, rows in enumerate(x.tensor_split(ends[:-1].long())) if len(rows)]
-        own = (QuantisedWeight(weight.data[e], weight.scales[e], weight.dtype) for e, _ in parts)
-        return torch.cat([self.linear(rows, expert) for (_, rows), expert in zip(parts, own, strict=True)])
+        experts = (QuantisedWeight(weight.data[e], weight.scales[e], weight.dtype) for e, _ in parts)
+        return torch.cat([self.linear(rows, expert) for (_, rows), expert in zip(parts, experts, strict=True)])
 
     def logits(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
         return linear.float32(hidden, lm_head) if hidden.dtype == torch.bfloat16 else self.linear(hidden, lm_head)
 
     def rotary_tables(self, angles: Tensor, dtype: torch.dtype, scales: Tensor | float = 1.0) -> Rotation:
-        """Return one table of complex numbers, because one multiplication then rotates a pair."""
+        """Return one table of complex numbers, with which one multiplication rotates a pair."""
         return (torch.polar(torch.ones_like(angles) * scales, angles),)
 
     def rope(self, x_thd: Tensor, rotation: Rotation) -> Tensor:
@@ -195,12 +197,12 @@ class CpuBackend(TorchBackend):
         return wide.div(root).mul_(weight).to(x.dtype)
 
     def qkv_into_kv(self, rows: ProjectedRows) -> Tensor:
-        """Return `Backend.qkv_into_kv`, rounded once after norm and RoPE where the operator is here."""
-        return attention.rotate_into(rows) if attention.is_own(rows.qkv.dtype) else super().qkv_into_kv(rows)
+        """Return `Backend.qkv_into_kv`, rounded once after norm and RoPE with this package's operator."""
+        return attention.rotate_into(rows) if attention.supports(rows.qkv.dtype) else super().qkv_into_kv(rows)
 
     def context_into_kv(self, rows: ProjectedRows) -> None:
         """Apply `Backend.context_into_kv`, rounded like `qkv_into_kv`."""
-        if not attention.is_own(rows.qkv.dtype):
+        if not attention.supports(rows.qkv.dtype):
             return super().context_into_kv(rows)
         attention.rotate_into(rows._replace(q_norm=None))
 
@@ -211,16 +213,16 @@ class CpuBackend(TorchBackend):
         return lambda embedded, *rest: run(embedded, *rest) if embedded.shape[0] <= self._few_rows else None
 
     def write_context(self, features: Tensor, *weights: Any) -> bool:
-        *of, rotation, kv, slots = weights
-        if not attention.is_own(features.dtype) or len(features) > self._few_rows:
+        *projections, rotation, kv, slots = weights
+        if not attention.supports(features.dtype) or len(features) > self._few_rows:
             return False
         turns = torch.view_as_real(rotation[0])
-        torch.ops.dflash_server.context(features, *of, turns, slots, kv.k, kv.v)
+        torch.ops.dflash_server.context(features, *projections, turns, slots, kv.k, kv.v)
         return True
 
     def choose(self, hidden: Tensor, lm_head: Tensor) -> Tensor | None:
         rows = hidden.shape[0]
-        if not attention.is_own(hidden.dtype) or rows > self._few_rows or not lm_head.is_contiguous():
+        if not attention.supports(hidden.dtype) or rows > self._few_rows or not lm_head.is_contiguous():
             return None
         choices = torch.empty(rows, dtype=torch.int64)
         torch.ops.dflash_server.best_of(hidden.contiguous(), lm_head, choices)
@@ -241,14 +243,15 @@ class CpuBackend(TorchBackend):
         out: Tensor | None = None,
     ) -> Tensor:
         """Return `Backend.verify`, computed in NumPy, because its calls cost less (tools/lab/NOTES.md)."""
-        own, rows, columns = choices.numpy(), logits_start.numpy(), 0 if drafts is None else drafts.shape[1]
+        rows, limits = logits_start.numpy(), num_drafts.numpy()[:, None]
+        columns = 0 if drafts is None else drafts.shape[1]
         out = choices.new_zeros(len(rows), columns + 2) if out is None else out
-        limits, found = num_drafts.numpy()[:, None], out.numpy()
+        result = out.numpy()
         column = np.arange(columns + 1)
-        found[:, :-1] = tokens = own[rows[:, None] + np.minimum(column, limits)]
+        result[:, :-1] = tokens = choices.numpy()[rows[:, None] + np.minimum(column, limits)]
         if drafts is not None:
-            kept = (tokens[:, :-1] == drafts.numpy()[draft_index.numpy()]) & (column[1:] <= limits)
-            found[:, -1] = np.where(kept.all(axis=1), columns, kept.argmin(axis=1))
+            accepted = (tokens[:, :-1] == drafts.numpy()[draft_index.numpy()]) & (column[1:] <= limits)
+            result[:, -1] = np.where(accepted.all(axis=1), columns, accepted.argmin(axis=1))
         return out
 
 
@@ -262,12 +265,12 @@ class InvariantCpuBackend(CpuBackend):
 
     def make_operators(self, on_progress: Callable[[int, int], None]) -> None:
         super().make_operators(on_progress)
-        if linear.own(torch.float32):
-            self.use_own(linear.ALL_ROWS)
+        if linear.operator_for(torch.float32):
+            self.use_operators(linear.ALL_ROWS)
 
     def check(self, decoder: DecoderConfig, block_size: int, page_size: int, dtype: torch.dtype) -> None:
         super().check(decoder, block_size, page_size, dtype)
-        if not linear.own(dtype):
+        if not linear.operator_for(dtype):
             raise UnsupportedError("--batch-invariant on a CPU needs g++, and --dtype float32 or bfloat16")
 
     def end_of_load(self, *, tune: bool) -> None:
@@ -275,10 +278,10 @@ class InvariantCpuBackend(CpuBackend):
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep large freed blocks; other allocators are left as they are.
+    """Make glibc keep large freed blocks; other allocators do not change.
 
-    By default it returns them to the system at once. Each step then faults its pages in again, which takes half the
-    time of a wide step (tools/lab/NOTES.md).
+    By default it returns them to the system at once, and each step faults the pages in again, half the time of a
+    wide step (tools/lab/NOTES.md).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt and any(mallopt(_M_MMAP_THRESHOLD, most) for most in _MOST_KEPT):
@@ -286,7 +289,7 @@ def keep_freed_memory() -> None:
 
 
 def _turn(rows: Tensor, to: Tensor) -> None:
-    """Write rows [R, in] to a place [R, in] that lies column by column."""
+    """Write rows [R, in] to a tensor [R, in] that lies column by column."""
     _copy(rows.t().contiguous(), to.t())
 
 

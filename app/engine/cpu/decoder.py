@@ -13,9 +13,9 @@ from app.engine.quantised import QuantisedWeight, Weight
 _UNBOUNDED = (1 << 31) - 1
 """A window of a layer without one."""
 _NORMS = (0, 3, 4, 8)
-"""Places of the norms in a layer, which the operator reads in fp32."""
+"""Indices of the norms in a layer, which the operator reads in fp32."""
 _WEIGHTS = (1, 6, 9, 10)
-"""Places of the products' weights, which may be quantised."""
+"""Indices of the products' weights, which may be quantised."""
 Layer = tuple[Weight | None, ...]
 
 
@@ -35,16 +35,18 @@ class Decoder:
     def __call__(
         self, embedded: Tensor, rotation: Rotation, slots: Tensor, groups: list[AttentionMetadata], kv: LayerKv
     ) -> tuple[Tensor, Tensor | None]:
-        (meta,), hidden = groups, torch.empty_like(embedded)
+        (meta,) = groups
+        hidden = torch.empty_like(embedded)
         features = embedded.new_empty(len(embedded), self._features) if self._features else None
         lengths = meta.query_start_loc, meta.seq_lens, meta.page_table
-        rows = self._norm, torch.view_as_real(rotation[0]), slots, *lengths, kv.k, kv.v
-        torch.ops.dflash_server.decoder(embedded, self._layers, *self._sizes, *rows, hidden, features)
+        turns = torch.view_as_real(rotation[0])
+        inputs = embedded, self._layers, *self._sizes, self._norm, turns, slots, *lengths, kv.k, kv.v
+        torch.ops.dflash_server.decoder(*inputs, hidden, features)
         return hidden, features
 
 
 def _parts(layer: Layer) -> list[Tensor | None]:
-    """Return the tensors of a layer in the operator's order: norms in fp32, and scales of weights in int8 last."""
+    """Return the tensors of a layer in the operator's order: norms in fp32, then the scales of weights in int8."""
     parts = [weight.data if isinstance(weight, QuantisedWeight) else weight for weight in layer]
     weights = (layer[i] for i in _WEIGHTS)
     scales = (weight.scales if isinstance(weight, QuantisedWeight) else None for weight in weights)
@@ -53,5 +55,5 @@ def _parts(layer: Layer) -> list[Tensor | None]:
 
 def can_run(layers: Sequence[Layer]) -> bool:
     """Return True if the operator computes the layers' dtype, and their weights lie row by row."""
-    plain = [weight for layer in layers for i in _WEIGHTS if isinstance(weight := layer[i], Tensor)]
-    return all(linear.own(weight.dtype) and weight.is_contiguous() for weight in plain)
+    dense = [weight for layer in layers for i in _WEIGHTS if isinstance(weight := layer[i], Tensor)]
+    return all(linear.operator_for(weight.dtype) and weight.is_contiguous() for weight in dense)

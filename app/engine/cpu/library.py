@@ -27,7 +27,7 @@ _FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC")
 
 
 def load_operators(*sources: Path) -> None:
-    """Register the operators of C++ sources, which are compiled into one library if no start before has kept them.
+    """Register the operators of C++ sources, which are compiled into one library unless an earlier start has kept it.
 
     Raises RuntimeError or OSError if they cannot be made here. Operators of one name are registered once a process.
     """
@@ -53,7 +53,7 @@ def compiler_version() -> bytes:
 
 
 def processor() -> bytes:
-    """Return the facts that -march=native looks at."""
+    """Return the properties of the processor that -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:
@@ -62,17 +62,18 @@ def processor() -> bytes:
 
 
 def _digest(sources: Sequence[Path]) -> str:
-    """Return a hash of all that decides the compiled code."""
-    what = hashlib.sha256(f"{_FLAGS} {torch.__version__} {_TORCH}".encode())
-    what.update(compiler_version() + processor())
+    """Return a hash of everything that the compiled code depends on."""
+    digest = hashlib.sha256(f"{_FLAGS} {torch.__version__} {_TORCH}".encode())
+    digest.update(compiler_version() + processor())
     for path in (*sources, *sorted(sources[0].parent.glob("*.h"))):
-        what.update(path.read_bytes())
-    return what.hexdigest()[:16]
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def compile_sources(sources: Sequence[Path], library: Path) -> None:
-    """Compile a source a core, and link to another name first, so no other process sees half a library."""
-    report, flags = on_source.get(), (*_FLAGS, f"-I{_TORCH / 'include'}", "-c")
+    """Compile one source a core, and link under another name first, so no other process sees half a library."""
+    report = on_source.get()
+    flags = *_FLAGS, f"-I{_TORCH / 'include'}", "-c"
     report(0, len(sources))
     with work_folder(library.parent) as work, ThreadPoolExecutor(os.cpu_count()) as threads:
         for done, _ in enumerate(threads.map(partial(_run, work), [(*flags, str(source)) for source in sources]), 1):
@@ -99,7 +100,7 @@ def sealed(code: bytes) -> bytes:
 
 
 def check_sealed(library: Path) -> None:
-    """Raise OSError if the library is missing or damaged, because loading a part of one kills the process."""
-    found = library.read_bytes()
-    if sealed(found[: -hashlib.sha256().digest_size]) != found:
+    """Raise OSError if the library is missing or damaged, because loading a truncated one kills the process."""
+    content = library.read_bytes()
+    if sealed(content[: -hashlib.sha256().digest_size]) != content:
         raise OSError(f"{library} is damaged")

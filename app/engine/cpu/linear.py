@@ -1,4 +1,4 @@
-"""Products with weights [out, in] in row order, by an operator of our own where there are few rows (linear.cpp)."""
+"""Products with weights [out, in] in row order, by this package's operator (linear.cpp) where there are few rows."""
 
 import logging
 import subprocess
@@ -16,12 +16,14 @@ from app.engine.cpu.library import load_operators, processor
 logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.bfloat16)
-MOST_ROWS, ALL_ROWS = 32, 1 << 30
-"""Rows up to which a product runs here that was not timed, as in linear.cpp, and more than any step has."""
+MOST_ROWS = 32
+"""Rows up to which the operator is used for products that were not timed, as in linear.cpp."""
+ALL_ROWS = 1 << 30
+"""More rows than any step has."""
 _TRIED_ROWS = (8, 16, 32, 64, 128)
-"""Fewer rows are the operator's: they wait only for the weight, and their times are too short to compare."""
+"""With fewer rows the operator is always used: they wait for the weight only, and are too short to compare."""
 _TRIED_NUMBERS = 1 << 20
-"""Numbers of a weight that is timed. Of a larger one the first rows are, because 128 rows are slow to compute."""
+"""Numbers of a weight that are timed, the first rows of a larger one, because products of 128 rows are slow."""
 _WIDENED_NUMBERS = 1 << 20
 """Numbers of a weight that are widened at once: 4 MiB, which most processors' caches hold."""
 _ROUNDS = 5
@@ -32,8 +34,8 @@ _FASTER = 1.1
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-def own(dtype: torch.dtype) -> Multiply | None:
-    """Return the operator (x [T, in], weight [out, in], bias [out] or None), or None if a dtype has none here."""
+def operator_for(dtype: torch.dtype) -> Multiply | None:
+    """Return the operator of (x [T, in], weight [out, in], bias [out] or None), or None without one for the dtype."""
     return compiled() if dtype in DTYPES else None
 
 
@@ -45,12 +47,12 @@ def why_not_bfloat16() -> str:
     """
     if b"avx512_bf16" not in processor():
         return "this processor has no avx512_bf16, so prompts would be slower"
-    return "" if own(torch.bfloat16) else "without g++ products of few rows would be slower"
+    return "" if operator_for(torch.bfloat16) else "without g++ products of few rows would be slower"
 
 
 def float32(x: Tensor, weight: Tensor) -> Tensor:
     """Return x @ weight.T in float32 [T, out], summed in float32, for x [T, in] and weight [out, in] of one dtype.
-    PyTorch's products would round the sums to bfloat16. Without the operator it multiplies copies of some rows of the
+    PyTorch's products would round the sums to bfloat16. Without the operator it widens some rows of the
     weight at a time, which stay in the processor's caches."""
     if x.dtype == torch.bfloat16 and compiled() and weight.is_contiguous():
         result: Tensor = torch.ops.dflash_server.linear_float32(x.contiguous(), weight)
@@ -61,18 +63,18 @@ def float32(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def set_threads(threads: int) -> None:
-    """Set the operators' number of threads, whatever PyTorch has."""
+    """Set the operators' number of threads, which is separate from PyTorch's."""
     if compiled():
         torch.ops.dflash_server.set_threads(threads)
 
 
 @cache
 def compiled() -> Multiply | None:
-    """Return the operator of linear.cpp, which is compiled at the first call, or None if that cannot be done here."""
+    """Return the operator of linear.cpp, which is compiled at the first call, or None if that fails."""
     try:
         load_operators(*map(Path(__file__).with_name, ("linear.cpp", "attention.cpp", "rotate.cpp", "decoder.cpp")))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        logger.info("products of few rows: PyTorch's own, because %s", error)
+        logger.info("products of few rows: PyTorch's, because %s", error)
         return None
     operator: Multiply = torch.ops.dflash_server.linear.default
     return operator
@@ -84,7 +86,9 @@ def tune(weights: Iterable[tuple[torch.Size, torch.dtype]]) -> int:
     most, limit = _TRIED_ROWS[0] - 1, torch.ops.dflash_server.set_most_rows
     limit(ALL_ROWS)
     for rows in _TRIED_ROWS:
-        times = [_times(*shape, dtype, rows, torch.get_num_threads()) for shape, dtype in weights if own(dtype)]
+        times = [
+            _times(*shape, dtype, rows, torch.get_num_threads()) for shape, dtype in weights if operator_for(dtype)
+        ]
         if sum(ours for ours, _ in times) > _FASTER * sum(theirs for _, theirs in times):
             return most
         most = rows
@@ -95,7 +99,7 @@ def tune(weights: Iterable[tuple[torch.Size, torch.dtype]]) -> int:
 @torch.inference_mode()
 def _times(out: int, size: int, dtype: torch.dtype, rows: int, threads: int) -> tuple[float, float]:
     """Return the seconds of a product of `rows` rows by the operator, and by PyTorch."""
-    multiply, out = own(dtype), max(1, min(out, _TRIED_NUMBERS // size))
+    multiply, out = operator_for(dtype), max(1, min(out, _TRIED_NUMBERS // size))
     assert multiply
     weight, x = torch.ones(out, size, dtype=dtype), torch.ones(rows, size, dtype=dtype)
     ours: list[float] = []

@@ -2,5 +2,5 @@
 makes a backend by name.
 
 Also here: maths that several devices share (the delta rule, mixtures of experts), copies and memory. Code for one
-device is in its own room: cpu/, cuda/, npu/. What of it did not run on hardware is listed there.
+device is in cpu/, cuda/ or npu/, whose docstrings list what has not run on hardware.
 """

@@ -25,18 +25,18 @@ def start_download(x: Tensor, runtime: Any) -> Callable[[], Tensor]:
 
 
 def check_ranks(device: torch.device, size: int, runtime: Any, variable: str) -> None:
-    """Raise UnsupportedError, as `Backend.check_ranks`. `variable` is the one that chooses visible devices."""
+    """Raise UnsupportedError, as `Backend.check_ranks`. `variable` in the environment chooses visible devices."""
     first, count = device.index or 0, runtime.device_count()
     if first + size > count:
         with_variable = f" with {variable}={os.environ[variable]}" if variable in os.environ else ""
         raise UnsupportedError(
-            f"--tensor-parallel-size {size}: each rank has a device of its own, {device.type}:{first} to "
+            f"--tensor-parallel-size {size}: each rank needs a separate device, {device.type}:{first} to "
             f"{device.type}:{first + size - 1}, and {count} are visible{with_variable}"
         )
 
 
 def peak_memory(run: Callable[[], object], runtime: Any) -> int:
-    """Return `Backend.peak_memory` by the allocator's own count."""
+    """Return `Backend.peak_memory` as the allocator counts it."""
     runtime.reset_peak_memory_stats()
     before = runtime.memory_allocated()
     run()

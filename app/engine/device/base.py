@@ -26,34 +26,30 @@ class LayerKv:
 
 @dataclass(slots=True)
 class AttentionMetadata:
-    """Lengths and pages of S sequences whose rows are consecutive. `query_start_loc` [S + 1], `seq_lens` [S] and
-    `page_table` [S, P] are int32 on the device. `query_lens` and `host_seq_lens` are the same lengths on the host,
-    exact if the backend has `lengths_on_host`. Sequence lengths include the rows themselves. `plans` are results of
-    `Backend.plan_attention`, one for all layers of a mask."""
+    """Lengths and pages of S sequences whose rows are consecutive. Sequence lengths include the rows themselves."""
 
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    page_table: Tensor
-    query_lens: list[int]
+    query_start_loc: Tensor  # [S + 1] int32, on the device
+    seq_lens: Tensor  # [S] int32, on the device
+    page_table: Tensor  # [S, P] int32, on the device
+    query_lens: list[int]  # the same lengths on the host, exact if the backend has `lengths_on_host`
     host_seq_lens: list[int]
     page_size: int
-    plans: dict[AttentionMask, Any] = field(default_factory=dict)
+    plans: dict[AttentionMask, Any] = field(default_factory=dict)  # of `Backend.plan_attention`, one for each mask
 
 
 Rotation = tuple[Tensor, ...]
-"""RoPE at T positions: cos and sin, each [T, 1, D] with both halves alike, or the rows of a backend's own tables."""
+"""RoPE at T positions: cos and sin, each [T, 1, D] with both halves alike, or rows of tables in a backend's layout."""
 
 
 class ProjectedRows(NamedTuple):
-    """T rows of a layer after its QKV projection: `qkv` [T, heads + 2 * kv_heads, D], and where K and V go. A norm's
-    weight is [D], or None for a model without it.
+    """T rows of a layer after its QKV projection, and where K and V go.
 
     The draft's context has T * L rows without q, of L layers, with slots as of `KvPool.slots_in_all_layers`. There
     `k_norm` is [L, D], and `q_norm` ones.
     """
 
-    qkv: Tensor
-    q_norm: Tensor | None
+    qkv: Tensor  # [T, heads + 2 * kv_heads, D]
+    q_norm: Tensor | None  # [D], or None for a model without it
     k_norm: Tensor | None
     eps: float
     rotation: Rotation
@@ -86,25 +82,28 @@ class ExpertWeights:
 
 
 class GatedDeltaStep(NamedTuple):
-    """R rows of S decoding sequences in one layer, with its weights and slots. `inputs` [R, C + 2 Nv] enter it, `slots`
-    to `places` are those of `SequenceRows`, all on the device; slot 0 is padding. `matrix` to `num_tokens` are those of
-    `LayerState`, and written in place. With `can_wait` the host may read counts, because it computes them itself."""
+    """R rows of S decoding sequences in one layer, with its weights and slots. Slot 0 is padding."""
 
-    inputs: Tensor
+    inputs: Tensor  # [R, C + 2 Nv]
     conv_weight: Tensor
     a_log: Tensor
     dt_bias: Tensor
+
+    # The fields of `SequenceRows`, on the device.
     slots: Tensor
     next_slots: Tensor
     starts: Tensor
     counts: Tensor
     rows: Tensor
     places: Tensor
+
+    # The fields of `LayerState`, written in place.
     matrix: Tensor
     conv: Tensor
     pending: Tensor
     num_tokens: Tensor
-    can_wait: bool = False
+
+    can_wait: bool = False  # the host may read counts, because it computes them itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,17 +165,19 @@ class Backend(ABC):
         """Bytes of packed weights that stay quantised, and of others that do not."""
 
     def why_not(self, dtype: torch.dtype, layer_numbers: int | None = None) -> str:
-        """Return why `--dtype auto` turns weights of `dtype` into those of `defaults`, or "" if it keeps them. Gate
-        and up in a layer of the target have `layer_numbers`, and None is for a large one."""
-        own = self.defaults.dtype
-        return "" if dtype.itemsize == own.itemsize else f"{str(own).removeprefix('torch.')} is the device's own"
+        """Return why `--dtype auto` does not keep weights of `dtype`, but takes the dtype of `defaults`, or "" if it
+        does. A layer of the target has `layer_numbers` in gate and up; None is for a large one."""
+        default = self.defaults.dtype
+        if dtype.itemsize == default.itemsize:
+            return ""
+        return f"{str(default).removeprefix('torch.')} is the device's default"
 
     def check(self, decoder: DecoderConfig, block_size: int, page_size: int, dtype: torch.dtype) -> None:
         """Raise UnsupportedError, which names the setting or size, if an operator of this device cannot do it."""
         return
 
     def check_ranks(self, size: int) -> None:
-        """Raise UnsupportedError if there are no `size` devices from this one on, one for each rank."""
+        """Raise UnsupportedError unless there are `size` devices from this one on, one for each rank."""
         return
 
     @abstractmethod
@@ -195,11 +196,10 @@ class Backend(ABC):
 
     def rotation_at(self, tables: Rotation, positions: Tensor) -> Rotation:
         """Return the rows of `rotary_tables` at positions [T], each [T, 1, ...]."""
-        # An index by brackets would become int64 first, on a GPU in a launch of its own.
+        # An index by brackets would become int64 first, which takes another launch on a GPU.
         return tuple(table.index_select(0, positions).unsqueeze(1) for table in tables)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return zeros on the device."""
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def pack_weight(self, *parts: Tensor) -> Tensor:
@@ -208,12 +208,12 @@ class Backend(ABC):
 
     def pack_linear(self, *parts: Weight) -> Weight:
         """Return one weight of the rows of `parts`, quantised if all are, and this device multiplies by them so."""
-        own = [part for part in parts if isinstance(part, QuantisedWeight) and part.data.dtype == parts[0].data.dtype]
-        if len(own) == len(parts) and self.multiplies(whole := joined(own) if len(own) > 1 else own[0]):
+        alike = [part for part in parts if isinstance(part, QuantisedWeight) and part.data.dtype == parts[0].data.dtype]
+        if len(alike) == len(parts) and self.multiplies(whole := joined(alike) if len(alike) > 1 else alike[0]):
             self.quantised_bytes += whole.data.nbytes + whole.scales.nbytes
             return self.pack_quantised(whole)
         plain = [part if isinstance(part, Tensor) else part.dequantised() for part in parts]
-        if own:
+        if alike:
             self.count_widened(*plain)
         return self.pack_weight(*plain)
 
@@ -279,11 +279,11 @@ class Backend(ABC):
 
     def convolve(self, part: Callable[[Tensor], Tensor], rows: Tensor, base: Tensor, change: Tensor) -> Tensor:
         """Return DFlash2's convolution, side 1, of `part` of side 0 of rows [T, H]. Kernels are `base` [2, 2, G, H / G]
-        plus `change` [D, w, 2, 2, G, 1] of the rows of D blocks, by side and tap: the row and the one before."""
-        for side, (own, before) in enumerate(base[:, :, None, None] + change.movedim((2, 3), (0, 1))):
-            blocks = (part(rows) if side else rows).view_as(own)
-            rows = (own * blocks).view_as(rows)
-            rows.view_as(own)[:, 1:].addcmul_(before[:, 1:], blocks[:, :-1])
+        plus `change` [D, w, 2, 2, G, 1] of the rows of D blocks, by side and tap: the row and the previous one."""
+        for side, (current, previous) in enumerate(base[:, :, None, None] + change.movedim((2, 3), (0, 1))):
+            blocks = (part(rows) if side else rows).view_as(current)
+            rows = (current * blocks).view_as(rows)
+            rows.view_as(current)[:, 1:].addcmul_(previous[:, 1:], blocks[:, :-1])
         return rows
 
     def empty_experts(self, like: Tensor, num_experts: int, out_features: int, in_features: int) -> Tensor:
@@ -307,8 +307,9 @@ class Backend(ABC):
         return q
 
     def decoder(self, layers: list[Any], norm: Tensor, config: DecoderConfig, taps: tuple[int, ...]) -> Decode | None:
-        """Return one operator for `layers` and the final norm, or None. Features are those of layers `taps`. A layer is
-        its first norm, qkv, bias, norms of q and k, sinks, o, bias, second norm, gate_up and down, or None each."""
+        """Return one operator for `layers` and the final norm, or None. Its features are the
+        residual stream after layers `taps`. A layer is a list: input norm, qkv, its bias, norms of q and k, sinks, o,
+        its bias, post-attention norm, gate_up and down. Any of them may be None."""
         return None
 
     def write_context(self, features: Tensor, *weights: Any) -> bool:
@@ -316,8 +317,8 @@ class Backend(ABC):
         return False
 
     def choose(self, hidden: Tensor, lm_head: Tensor) -> Tensor | None:
-        """Return the argmax [R] int64 of logits of hidden states [R, H], NOT_FINITE where the best is no number, by one
-        operator, or None."""
+        """Return the argmax [R] int64 of logits of hidden states [R, H], NOT_FINITE where the best is NaN or infinite,
+        by one operator, or None without one."""
         return None
 
     def context_into_kv(self, rows: ProjectedRows) -> None:
@@ -353,10 +354,10 @@ class Backend(ABC):
         in_flight = prev_row >= 0
         results = verified[prev_row.clamp(min=0)]
         accepted = results[:, -1:]
-        bonus = results.gather(1, accepted).flatten().clamp(min=0)  # NOT_FINITE is no token, and ends its request
+        bonus = results.gather(1, accepted).flatten().clamp(min=0)  # NOT_FINITE ends its request
         # A sequence without rows may have no anchor row. It writes past all tokens.
-        places = torch.where(in_flight, anchor_rows, len(tokens)).long()
-        tokens.copy_(torch.cat((tokens, tokens[:1])).scatter(0, places, bonus.to(torch.int32))[:-1])
+        targets = torch.where(in_flight, anchor_rows, len(tokens)).long()
+        tokens.copy_(torch.cat((tokens, tokens[:1])).scatter(0, targets, bonus.to(torch.int32))[:-1])
         num_accepted = torch.where(in_flight, accepted.flatten(), 0).to(torch.int32)
         offsets += num_accepted
         seq_lens += num_accepted
@@ -370,11 +371,11 @@ class Backend(ABC):
         return self.linear(hidden, lm_head)
 
     def make_operators(self, on_progress: Callable[[int, int], None]) -> None:
-        """Compile the device's own operators if that is still to be done, and report how many sources are."""
+        """Compile this package's operators for the device unless that is done, and report (compiled, total) sources."""
         return
 
     def end_of_load(self, *, tune: bool) -> None:
-        """Get ready for steps. With `tune`, time products of the packed weights in other ways, and use the quickest."""
+        """Prepare for steps. With `tune`, time products by the packed weights in several ways, and use the quickest."""
         return
 
     @abstractmethod
@@ -392,7 +393,7 @@ class Backend(ABC):
             error.add_note(meaning)
 
     def is_fatal(self, error: BaseException) -> bool:
-        """Return True if the state of the device is unknown after `error`, so the engine has to be started again."""
+        """Return True if the state of the device is unknown after `error`, so the engine must be restarted."""
         out_of_memory = (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError)
         return isinstance(error, out_of_memory) or self.explain(error) is not None
 
@@ -410,4 +411,4 @@ class Backend(ABC):
 
     @abstractmethod
     def peak_memory(self, run: Callable[[], object]) -> int:
-        """Return the bytes of the device that `run` takes at its peak, and give back all that is unused afterwards."""
+        """Return the bytes of the device that `run` takes at its peak, and free unused memory afterwards."""

@@ -54,12 +54,12 @@ class Inputs:
         return self.int32(torch.randint(low, high, shape, generator=self.noise))
 
     def pages(self, slots: int, page: int, kv_heads: int, dim: int, *, ordered: bool = False) -> LayerKv:
-        """Return pages of random numbers with room for `slots` rows, with K as `ordered` returns it if wished."""
+        """Return pages of random numbers with room for `slots` rows, with K as `ordered` returns it if asked."""
         k, v = (self.normal(-(-slots // page), page, kv_heads, dim) for _ in range(2))
         return LayerKv(self.ordered(k) if ordered else k, v)
 
     def ordered(self, x: Tensor) -> Tensor:
-        """Return x [..., D] with the pairs that RoPE turns where this backend has them."""
+        """Return x [..., D] with each head's dims in the order of this backend's RoPE."""
         return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) if self.backend.interleaved_rope else x
 
     def restored(self, x: Tensor) -> Tensor:
@@ -68,8 +68,9 @@ class Inputs:
 
     def rotation(self, rows: int, dim: int) -> tuple[Tensor, ...]:
         angles = torch.arange(rows * dim // 2).view(rows, -1) / dim
-        found = self.backend.rotation_at(self.backend.rotary_tables(angles, self.rounded), self.int32(range(rows)))
-        return tuple(turns if turns.is_complex() else turns.to(self.dtype) for turns in found)
+        tables = self.backend.rotary_tables(angles, self.rounded)
+        rotation = self.backend.rotation_at(tables, self.int32(range(rows)))
+        return tuple(part if part.is_complex() else part.to(self.dtype) for part in rotation)
 
 
 Operator = Callable[[Inputs], Prepared]
@@ -78,7 +79,7 @@ Operator = Callable[[Inputs], Prepared]
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """A call of a backend's attention over pages, planned."""
+    """A planned call of a backend's attention over pages."""
 
     backend: Backend
     q: Tensor
@@ -93,7 +94,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """Requests over scattered pages, whose query rows are the last of their tokens. With `sinks` each head has one."""
+    """Requests over scattered pages, whose query rows are their last tokens. With `sinks` each head has one."""
 
     lens: Lens
     heads: int
@@ -110,11 +111,11 @@ class Paged:
         ids = [pages.sort(descending=True).values for pages in scattered]  # no page table is in order by chance
         table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
         kv = at.pages((sum(counts) + 1) * self.page, self.page, self.kv_heads, self.dim)
-        for line, own, kv_len in zip(table, ids, kv_lens, strict=True):
-            line[: len(own)] = own
+        for line, pages, kv_len in zip(table, ids, kv_lens, strict=True):
+            line[: len(pages)] = pages
             if at.past is not None and kv_len:
                 for pool in (kv.k, kv.v):
-                    pool[int(own[-1]), (kv_len - 1) % self.page + 1 :] = at.past
+                    pool[int(pages[-1]), (kv_len - 1) % self.page + 1 :] = at.past
         starts, lengths, table = (at.int32(x) for x in ([0, *accumulate(q_lens)], kv_lens, table))
         meta = AttentionMetadata(starts, lengths, table, q_lens, kv_lens, self.page)
         meta.plans[self.mask] = at.backend.plan_attention(meta, self.mask, self.heads // self.kv_heads)

@@ -12,7 +12,7 @@ _LIBRARIES = {
     "cuda": ("Triton", "Is it installed (pip install triton)?"),
     "npu": ("torch_npu", "Is CANN's set_env.sh sourced?"),
 }
-"""What a plug-in needs, and what to ask on a host where it cannot be loaded."""
+"""The library that a plug-in needs, and a hint where it cannot be loaded."""
 
 
 def found_device(device: str) -> str:
@@ -25,7 +25,7 @@ def found_device(device: str) -> str:
 def make_backend(device: str, *, rank: int = 0, batch_invariant: bool = False) -> Backend:
     """Return the backend of "auto", "cpu", "cuda[:N]" or "npu[:N]", where each `rank` has the next device.
 
-    If `batch_invariant` a row has the same bits in every batch. Raises UnsupportedError if there is none here.
+    With `batch_invariant` a row has the same bits in every batch. Raises UnsupportedError if there is no such device.
     """
     device = found_device(device)
     kind, _, number = device.partition(":")
@@ -46,7 +46,7 @@ def make_backend(device: str, *, rank: int = 0, batch_invariant: bool = False) -
 
 
 def backend_class(kind: str, batch_invariant: bool) -> Callable[[torch.device], Backend]:
-    """Return the class of a plug-in, which is imported only where it is used, because it needs its own libraries."""
+    """Return the class of a plug-in, imported here because it needs libraries that other hosts may lack."""
     if kind == "npu":
         from app.engine.npu.backend import NpuBackend
 

@@ -7,8 +7,8 @@ which CUDA has another form. They differ by fp32 rounding only.
 
 A decoding step commits the accepted rows of the previous step and verifies its own rows in one triangular system: the
 pending rows, then those of this step. A row that was not accepted has no key, no beta and no decay, so it changes
-nothing. No row depends on later ones, so the first rows' parts of the solution are what is committed. All of it are
-products and elementwise operators of static shapes. Where the host may not wait, all counts are read on the device.
+nothing. No row depends on later ones, so the first rows of the solution are what is committed. All operators are
+products or elementwise, with static shapes. Where the host may not wait, all counts are read on the device.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def l2norm(x: Tensor) -> Tensor:
 
 def short_conv(before: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
     """Return silu of the causal depthwise convolution of rows [S, W, C], which follow the rows `before` [S, K - 1, C].
-    The last column of the weight [C, K] is that of the row itself."""
+    The last column of the weight [C, K] is for the row itself."""
     num_rows, taps = rows.shape[1], weight.float().t()
     x = torch.cat((before, rows), dim=1).float()
     out = x[:, :num_rows] * taps[0]
@@ -46,8 +46,8 @@ def short_conv(before: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
 
 def last_rows(before: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
     """Return the last K - 1 rows of `before` [S, K - 1, C] and the first `counts[s]` of rows [S, W, C]."""
-    sequences, places = (_numbers(size, counts.device) for size in before.shape[:2])
-    return torch.cat((before, rows), dim=1)[sequences[:, None], (counts[:, None] + places).long()]
+    sequences, columns = (_numbers(size, counts.device) for size in before.shape[:2])
+    return torch.cat((before, rows), dim=1)[sequences[:, None], (counts[:, None] + columns).long()]
 
 
 def delta_rule(
@@ -56,7 +56,7 @@ def delta_rule(
     """Return (outputs [S, W, Nv, Dv], the state after the last row) in fp32, of l2-normed q and k.
 
     A row first decays the state by exp(log_decay). It then adds k d^T with d = beta (v - state^T k), and its output is
-    state^T q / sqrt(Dk). A row with log_decay 0 and beta 0 leaves the state as it is. Up to `chunk` rows are solved
+    state^T q / sqrt(Dk). A row with log_decay 0 and beta 0 does not change the state. Up to `chunk` rows are solved
     together, as a unit lower triangular system.
     """
     num_rows, num_heads, dim = v.shape[1], v.shape[2], k.shape[3]
@@ -72,12 +72,12 @@ def delta_rule(
     k_beta = k * beta
     system = (k_beta @ k.mT) * between
     solved = unit_inverse(system) @ torch.cat((v * beta, k_beta * since_start), dim=-1)
-    d_alone, d_of_state = solved.split_with_sizes([v.shape[-1], dim], dim=-1)
+    d_without_state, d_per_state = solved.split_with_sizes([v.shape[-1], dim], dim=-1)
     seen = (q @ k.mT) * between
     q_of_state, k_at_end = q * since_start, (k * between[..., -1, :, None]).mT
     outputs = []
     for i in range(q.shape[2]):
-        d = d_alone[:, :, i] - d_of_state[:, :, i] @ state
+        d = d_without_state[:, :, i] - d_per_state[:, :, i] @ state
         outputs.append(q_of_state[:, :, i] @ state + seen[:, :, i] @ d)
         state = torch.addcmul(k_at_end[:, :, i] @ d, state, since_start[:, :, i, -1:])
     o = torch.stack(outputs, dim=2).flatten(2, 3).transpose(1, 2)
@@ -94,11 +94,11 @@ def unit_inverse(system: Tensor) -> Tensor:
     eye, *corners = _corners(system.shape[-1], system.device)
     if not corners:
         return eye.expand_as(system)
-    lines = system.flatten(0, -3)
-    found = eye - lines * corners[0]
+    systems = system.flatten(0, -3)
+    inverse = eye - systems * corners[0]
     for corner in corners[1:]:
-        found = torch.baddbmm(found, found @ (lines * corner), found, alpha=-1)
-    return found.view(system.shape)
+        inverse = torch.baddbmm(inverse, inverse @ (systems * corner), inverse, alpha=-1)
+    return inverse.view(system.shape)
 
 
 @cache
@@ -121,29 +121,29 @@ def _chunks(x: Tensor, size: int) -> Tensor:
 
 
 def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] = l2norm) -> Tensor:
-    """Return `Backend.commit_and_verify`, with `normed` as the l2norm. All is computed before anything is written."""
+    """Return `Backend.commit_and_verify`, with `normed` as the l2norm. All is computed before the first write."""
     num_heads, k_dim, v_dim = step.matrix.shape[1:]
     block, channels, width = step.pending.shape[1], step.conv.shape[2], step.rows.shape[1]
     keys = (channels - num_heads * v_dim) // 2
     k_heads = keys // k_dim
 
-    is_new = (step.starts == 0) | (step.slots == 0)  # whatever the slot's previous sequence has left
+    is_new = (step.starts == 0) | (step.slots == 0)  # the slot's previous sequence does not count
     accepted = (step.starts - step.num_tokens[step.slots]).clamp(0, block).masked_fill(is_new, 0)
     if step.can_wait:
         # A plain step has one pending row, so the width of a block would take most of the time.
         block = int(accepted.max())
     device = step.inputs.device
-    rows_between, never, places = _fixed(block, width, device)
+    rows_between, never, columns = _fixed(block, width, device)
     counts = accepted[:, None].expand(-1, block), step.counts[:, None].expand(-1, width)
-    is_none = places >= torch.cat(counts, dim=1)
+    is_none = columns >= torch.cat(counts, dim=1)
 
     pending, new = step.pending[step.slots, :block], step.inputs[step.rows]
     before, state = step.conv[step.slots], step.matrix[step.slots]
     if not step.can_wait or is_new.any():
         before = before.masked_fill(is_new[:, None, None], 0.0)
         state = state.masked_fill(is_new[:, None, None, None], 0.0)
-    behind = last_rows(before, pending[..., :channels], accepted)
-    ordered = torch.cat((pending[..., :channels], behind, new[..., :channels]), dim=1)
+    last_inputs = last_rows(before, pending[..., :channels], accepted)
+    ordered = torch.cat((pending[..., :channels], last_inputs, new[..., :channels]), dim=1)
     mixed = short_conv(before, ordered, step.conv_weight)
     mixed = torch.cat((mixed[:, :block], mixed[:, -width:]), dim=1).masked_fill(is_none[..., None], 0.0)
     gates = torch.cat((pending[..., channels:], new[..., channels:]), dim=1).float().mT
@@ -175,7 +175,7 @@ def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] =
     committed = torch.addcmul(committed, state, to_end[:, :, :1])
     o = o.view(-1, num_heads, width, v_dim).transpose(1, 2).flatten(0, 1)[step.places]
     step.matrix[step.next_slots] = committed
-    step.conv[step.next_slots] = behind
+    step.conv[step.next_slots] = last_inputs
     step.num_tokens[step.next_slots] = step.starts.to(torch.int32)
     step.pending[:, :width][step.next_slots] = new
     return o
@@ -183,19 +183,19 @@ def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] =
 
 @cache
 def _fixed(block: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (rows between [P, (P + 1)^2], never [(P + 1)^2], places [P]) for P = `block` pending + `width` new rows.
+    """Return (rows between [P, (P + 1)^2], never [(P + 1)^2], columns [P]) for P = `block` pending + `width` new rows.
 
     The first is -1 for the rows after row i up to row t, at most 1 MB. The second adds _NEVER where t is before i, and
-    places count both kinds of rows. They are made on the device, because an upload would let the host wait.
+    columns count both kinds of rows. They are made on the device, because an upload would let the host wait.
     """
     row = torch.arange(1 + block + width, device=device)
     t, i, between = row[:, None], row, row[1:, None, None]
     rows_between = -((i < between) & (between <= t)).float().flatten(1)
-    places = torch.cat((row[:block], row[:width])).to(torch.int32)
-    return rows_between, (i > t).float().flatten() * _NEVER, places
+    columns = torch.cat((row[:block], row[:width])).to(torch.int32)
+    return rows_between, (i > t).float().flatten() * _NEVER, columns
 
 
 @cache
 def _numbers(count: int, device: torch.device) -> Tensor:
-    """Return 0, 1, ..., cached apart from `_fixed`, because steps with prefill have any number of sequences."""
+    """Return 0, 1, ..., cached separately from `_fixed`, because steps with prefill have any number of sequences."""
     return torch.arange(count, device=device)

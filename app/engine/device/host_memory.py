@@ -12,7 +12,7 @@ from torch import Tensor
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
-"""The container's own cgroup, version 2."""
+"""The container's cgroup, version 2."""
 
 
 def host_memory() -> tuple[int, int]:
@@ -20,7 +20,8 @@ def host_memory() -> tuple[int, int]:
     total = os.sysconf("SC_PHYS_PAGES") * (page := os.sysconf("SC_PAGE_SIZE"))
     available = _number(MEMINFO, r"^MemAvailable: +(\d+) kB$")
     free = os.sysconf("SC_AVPHYS_PAGES") * page if available is None else available << 10
-    limit, used = _number(CGROUP / "memory.max", r"^(\d+)$"), _number(CGROUP / "memory.current", r"^(\d+)$")
+    limit = _number(CGROUP / "memory.max", r"^(\d+)$")
+    used = _number(CGROUP / "memory.current", r"^(\d+)$")
     if limit is not None and used is not None:
         files = _number(CGROUP / "memory.stat", r"^inactive_file (\d+)$") or 0
         free, total = min(free, max(0, limit - used + files)), min(total, limit)
@@ -35,7 +36,7 @@ def zeros_on_host(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def _number(file: Path, pattern: str) -> int | None:
     try:
-        found = re.search(pattern, file.read_text(), re.MULTILINE)
+        match = re.search(pattern, file.read_text(), re.MULTILINE)
     except OSError:
         return None
-    return int(found[1]) if found else None
+    return int(match[1]) if match else None

@@ -14,7 +14,7 @@ Multiply = Callable[[Tensor, Weight, Tensor], Tensor]
 
 
 def router_logits(x: Tensor, weights: ExpertWeights) -> Tensor:
-    """Return [T, E] fp32 of rows [T, H]. A narrower dtype would tie experts, and so let a batch decide between them."""
+    """Return [T, E] fp32 of rows [T, H]. In a narrower dtype experts would tie, and the batch decide between them."""
     return F.linear(x.float(), weights.router, weights.router_bias)
 
 
@@ -34,7 +34,7 @@ def gated(gate_up: Tensor, config: MoeConfig) -> Tensor:
 
 
 def by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (pairs int64 [T * k] sorted by expert, the expert of each, the ends int32 [E] of each expert's pairs).
+    """Return (pairs int64 [T * k] sorted by expert, their experts, the end int32 [E] of each expert's pairs).
     Pair t * k + j is of row t and of its expert `chosen[t, j]`."""
     experts, order = chosen.flatten().sort(stable=True)
     following = torch.arange(1, num_experts + 1, device=chosen.device, dtype=chosen.dtype)
@@ -42,15 +42,15 @@ def by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def grouped(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
-    """Return x @ weight[e].T [R, out] for rows [R, in] that are sorted by expert e. `ends` [E] int32 are the rows' ends
-    of each expert."""
+    """Return x @ weight[e].T [R, out] for rows [R, in] that are sorted by expert e. `ends` [E] int32 are where
+    each expert's rows end."""
     dense = weight if isinstance(weight, Tensor) else weight.dequantised()
     return F.grouped_mm(x, dense.transpose(1, 2), offs=ends)
 
 
 def mixture(x: Tensor, weights: ExpertWeights, config: MoeConfig, multiply: Multiply = grouped) -> Tensor:
     """Return the weighted sum [T, H] of the outputs of each row's k experts: two products like `grouped` over pairs
-    sorted by expert. A row's pairs are added in fp32, in the order of their weights, whatever the batch."""
+    sorted by expert. A row's pairs are added in fp32, in the order of their weights, in any batch."""
     shares, chosen = route(router_logits(x, weights), config)
     k = config.num_experts_per_tok
     order, experts, ends = by_expert(chosen, config.num_experts)

@@ -24,48 +24,43 @@ SMALL_CALL = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows [first, first + q_len) of a batch, of sequence `seq`, at positions up to `last`. They see at most `kv_len`
-    of its tokens, from `kv_start` on, which is the first of a page."""
+    """Consecutive rows of one sequence, and the tokens that they may see."""
 
     seq: int
-    first: int
-    q_len: int
-    kv_start: int
-    kv_len: int
-    last: int
+    first: int  # row of the batch
+    q_len: int  # number of rows
+    kv_start: int  # first token, which is the first of a page
+    kv_len: int  # number of tokens
+    last: int  # position of the last row
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One padded attention call: S pieces by Q query rows by L tokens, with G query heads to a KV head.
+    """One padded attention call: S pieces by Q query rows by L tokens, with G query heads to a KV head."""
 
-    `pages` is `[S, P]`. `rows` `[n]` are rows of the batch, and `places` `[n]` their places among the S * Q padded
-    rows. `mask` `[S, 1, G * Q, L]` is true for tokens that a row sees.
-    """
-
-    max_q: int
-    max_kv: int
-    pages: Tensor
-    rows: Tensor | slice
-    places: Tensor
-    mask: Tensor
+    max_q: int  # Q
+    max_kv: int  # L
+    pages: Tensor  # [S, P]
+    rows: Tensor  # [n] int64, rows of the batch
+    padded_rows: Tensor  # [n] int64, their indices among the S * Q padded rows
+    mask: Tensor  # [S, 1, G * Q, L], true for tokens that a row sees
 
 
 class RerunGraph(Graph):
-    """Graph on a device without captures, which reruns the code over the tensors and metas of the capture, and copies
-    the results to the first outputs. So a test on a CPU finds a length that a graph would bake in."""
+    """Graph on a device without captures: a replay reruns the code over the tensors and metas of the capture and copies
+    the results to the first outputs. So tests on a CPU show a length that a graph would bake in."""
 
     def __init__(self, run: Callable[[], tuple[Tensor, ...]]) -> None:
         self._run = run
         self.outputs = run()
 
     def replay(self) -> None:
-        for place, result in zip(self.outputs, self._run(), strict=True):
-            place.copy_(result)
+        for output, result in zip(self.outputs, self._run(), strict=True):
+            output.copy_(result)
 
 
 class TorchBackend(Backend):
-    """Backend with PyTorch's operators. Attention gathers K and V out of the pages, for a few padded calls a step."""
+    """Backend with PyTorch's operators. Attention gathers K and V from the pages, in a few padded calls a step."""
 
     defaults = Defaults(dtype=torch.float32, page_size=16, max_num_seqs=32)
     allows_empty_sequences = True
@@ -77,7 +72,7 @@ class TorchBackend(Backend):
         return GlooComm(meeting)
 
     def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> Any:
-        """Return few padded calls, none of them mostly padding and none over the memory bounds above."""
+        """Return a few padded calls, none of them mostly padding or over the memory bounds above."""
         bins = _filled(_pieces(meta, mask, MAX_SCORES // group), group, self.max_gathered_tokens)
         return [self._call(meta, mask, pieces, group) for pieces in bins]
 
@@ -87,8 +82,8 @@ class TorchBackend(Backend):
         o = torch.empty_like(q_thd)
         for call in meta.plans[mask]:
             padded = q_thd.new_zeros(len(call.pages) * call.max_q, *q_thd.shape[1:])
-            padded[call.places] = q_thd[call.rows]
-            o[call.rows] = self._attend(padded, kv, call, sinks)[call.places]
+            padded[call.padded_rows] = q_thd[call.rows]
+            o[call.rows] = self._attend(padded, kv, call, sinks)[call.padded_rows]
         return o
 
     def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
@@ -100,7 +95,7 @@ class TorchBackend(Backend):
         return commit_and_verify(step)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return `Backend.zeros`. The host's memory is taken as it is written."""
+        """Return `Backend.zeros`. The host maps memory when it is written."""
         return zeros_on_host(shape, dtype) if self.memory_is_host else super().zeros(shape, dtype)
 
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
@@ -110,7 +105,7 @@ class TorchBackend(Backend):
         to.copy_(host)
 
     def start_download(self, x: Tensor) -> Callable[[], Tensor]:
-        kept = x.clone()  # a graph's next replay writes to the same place
+        kept = x.clone()  # a graph's next replay overwrites it
         return lambda: kept
 
     def memory(self) -> tuple[int, int]:
@@ -139,11 +134,11 @@ class TorchBackend(Backend):
         page, row, token = (torch.arange(n, device=self.device) for n in (-(-max_kv // meta.page_size), max_q, max_kv))
         pages = meta.page_table[seq, (first_page + page).clamp_(max=meta.page_table.shape[1] - 1)]
         rows = self._uploaded([piece.first + j for piece in pieces for j in range(piece.q_len)])
-        places = self._uploaded([i * max_q + j for i, piece in enumerate(pieces) for j in range(piece.q_len)])
+        padded_rows = self._uploaded([i * max_q + j for i, piece in enumerate(pieces) for j in range(piece.q_len)])
         # A padding row sees the tokens of the last row, so no softmax is empty.
         position = torch.minimum(last - q_len + 1 + row, last)
         seen = visible(position[..., None], token, kv_len[..., None], mask).expand(-1, max_q, -1)
-        return Call(max_q, max_kv, pages, rows, places, seen.repeat(1, group, 1).unsqueeze(1))
+        return Call(max_q, max_kv, pages, rows, padded_rows, seen.repeat(1, group, 1).unsqueeze(1))
 
     def _uploaded(self, values: Sequence[int | tuple[int, ...]]) -> Tensor:
         """Return `values` as int64 on the device, without a wait for the copy."""
@@ -155,7 +150,7 @@ class TorchBackend(Backend):
 
 def _attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
     """Return attention [S, kv_heads, G * Q, D] with one more logit in each row's softmax, `sinks` [kv_heads, G * Q],
-    in fp32, whose share is dropped (gpt-oss, arXiv 2508.10925). Groups of KV heads have at most MAX_SCORES scores."""
+    in fp32, whose weight is dropped (gpt-oss, arXiv 2508.10925). Groups of KV heads have at most MAX_SCORES scores."""
     outputs, size = [], max(1, MAX_SCORES // (q.shape[0] * q.shape[2] * k.shape[2]))
     for qh, kh, vh, sink in zip(*(x.split(size, dim=1) for x in (q, k, v, sinks[None])), strict=True):
         scores = (qh @ kh.transpose(2, 3)).float() * q.shape[-1] ** -0.5

@@ -14,7 +14,7 @@ from app.engine.dflash.path import PathHead
 from app.engine.errors import UnsupportedError
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import DecoderLayer, StepRows, add_norm, frozen, tied_head
-from app.engine.models.weights import LayerSource, Weights, own_part
+from app.engine.models.weights import LayerSource, Weights, local_part
 
 
 class DFlashModel(nn.Module):
@@ -63,7 +63,7 @@ class DFlashModel(nn.Module):
                 self.embedding = frozen(backend.pack_weight(self.embedding))
             self.lm_head = tied_head(self.embedding, comm)
         elif has_head or hidden != config.target_hidden_size:
-            local_rows = own_part(
+            local_rows = local_part(
                 weights.get, "lm_head.weight", (config.draft_vocab_size // comm.size, hidden), comm, 0
             )
             self.lm_head = _shared(backend.pack_weight(local_rows), lm_head)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from app.engine.checkpoint.shapes import MoeConfig
 from app.engine.device.base import ExpertWeights
-from app.engine.models.weights import LayerSource, Part, own_part
+from app.engine.models.weights import LayerSource, Part, local_part
 from app.engine.quantised import QuantisedWeight, Weight
 
 MXFP4_BLOCK = 32
@@ -21,29 +21,29 @@ def load_experts(layer: LayerSource, moe: MoeConfig) -> ExpertWeights:
     """Return a layer's router and experts, stored one by one, all in `experts.gate_up_proj`, or in mxfp4.
 
     Each tensor is copied and dropped before the next is read. So a load takes at most one tensor more than its result.
-    Ranks share each expert: rows of its gate and up, and columns of its down. The router is whole.
+    Each rank has a slice of each expert: rows of its gate and up, and columns of its down. The router is whole.
     """
     count, inner, hidden, layout = moe.num_experts, moe.intermediate_size, layer.config.hidden_size, layer.experts
     router = layer.get(f"mlp.{layout.router}.weight", count, hidden)
-    of_gate_up = (2 * inner,) if layout.interleaved else (inner, inner)
-    of_fused = [layer.name(f"mlp.experts.gate_up_proj{end}") for end in ("_blocks", "")]
-    if not any(name in layer.weights for name in of_fused):
+    gate_up_blocks = (2 * inner,) if layout.interleaved else (inner, inner)
+    fused_names = [layer.name(f"mlp.experts.gate_up_proj{end}") for end in ("_blocks", "")]
+    if not any(name in layer.weights for name in fused_names):
         gate_up = _one_by_one(layer, count, ("gate", "up"), inner, hidden, 0, router)
         return ExpertWeights(router.float(), gate_up, _one_by_one(layer, count, ("down",), hidden, inner, 1, router))
     gate_up = layer.backend.empty_experts(router, count, 2 * inner, hidden)
     down = layer.backend.empty_experts(router, count, hidden, inner)
-    if of_fused[0] in layer.weights:
-        _copy_mxfp4(gate_up, layer, "gate_up_proj", 1, of_gate_up)
+    if fused_names[0] in layer.weights:
+        _copy_mxfp4(gate_up, layer, "gate_up_proj", 1, gate_up_blocks)
         _copy_mxfp4(down, layer, "down_proj", 2)
     else:
-        _copy_rows(gate_up, _fused(layer, "gate_up_proj", gate_up.shape, 1, of_gate_up), of_gate_up)
+        _copy_rows(gate_up, _fused(layer, "gate_up_proj", gate_up.shape, 1, gate_up_blocks), gate_up_blocks)
         down.copy_(_fused(layer, "down_proj", down.shape, 2))
     router = router.float()
     if not moe.has_bias:
         return ExpertWeights(router, gate_up, down)
-    stored = layer.get("mlp.experts.gate_up_proj_bias", count, 2 * inner, split=1, blocks=of_gate_up)
+    stored = layer.get("mlp.experts.gate_up_proj_bias", count, 2 * inner, split=1, blocks=gate_up_blocks)
     gate_up_bias = torch.empty_like(stored)
-    _copy_rows(gate_up_bias, stored, of_gate_up)
+    _copy_rows(gate_up_bias, stored, gate_up_blocks)
     return ExpertWeights(
         router,
         gate_up,
@@ -57,7 +57,8 @@ def load_experts(layer: LayerSource, moe: MoeConfig) -> ExpertWeights:
 def _one_by_one(
     layer: LayerSource, count: int, names: tuple[str, ...], rows: int, columns: int, split: int, like: Tensor
 ) -> Weight:
-    """Return experts [E, out, in] of the rows of `names`, quantised if all are alike and the device multiplies so."""
+    """Return experts [E, out, in] with the rows of `names` one after the other, quantised if all are in one format that
+    the device multiplies by."""
     backend, shape = layer.backend, (count, len(names) * rows, columns)
 
     def read(expert: int, name: str) -> Weight:
@@ -72,13 +73,14 @@ def _one_by_one(
         whole = backend.empty_experts(like, *shape)
     del first
     for expert, (i, name) in product(range(count), enumerate(names)):
-        one, own = read(expert, name), (expert, slice(i * rows, (i + 1) * rows))
+        one = read(expert, name)
+        at = expert, slice(i * rows, (i + 1) * rows)
         if isinstance(whole, QuantisedWeight):
             if isinstance(one, QuantisedWeight) and (one.data.dtype, one.group) == (whole.data.dtype, whole.group):
-                whole.data[own], whole.scales[own] = one.data, one.scales
+                whole.data[at], whole.scales[at] = one.data, one.scales
                 continue
             whole = backend.empty_experts(like, *shape).copy_(whole.dequantised())
-        whole[own] = one if isinstance(one, Tensor) else one.dequantised()
+        whole[at] = one if isinstance(one, Tensor) else one.dequantised()
     if isinstance(whole, QuantisedWeight):
         return backend.pack_linear(whole)
     if is_quantised:
@@ -103,20 +105,20 @@ def _copy_mxfp4(to: Tensor, layer: LayerSource, name: str, split: int, blocks: t
     count, out_features, in_features = to.shape
     comm = layer.comm
     columns = range(in_features) if split == 1 else comm.part(in_features * comm.size)
-    own_blocks = range(columns.start // MXFP4_BLOCK, -(-columns.stop // MXFP4_BLOCK))
+    local_blocks = range(columns.start // MXFP4_BLOCK, -(-columns.stop // MXFP4_BLOCK))
 
     def read(kind: str, *rest: int) -> Tensor:
         stored, packed = layer.name(f"mlp.experts.{name}_{kind}"), partial(layer.weights.get, dtype=torch.uint8)
         if split == 1 or comm.size == 1:
-            return own_part(packed, stored, (count, out_features, len(own_blocks), *rest), comm, split, blocks)
+            return local_part(packed, stored, (count, out_features, len(local_blocks), *rest), comm, split, blocks)
         whole = -(-in_features * comm.size // MXFP4_BLOCK)
-        return packed(stored, count, out_features, whole, *rest, part=Part(2, (own_blocks,)))
+        return packed(stored, count, out_features, whole, *rest, part=Part(2, (local_blocks,)))
 
     numbers, scales = read("blocks", MXFP4_BLOCK // 2), read("scales")
     for expert in range(count):
-        own = slice(expert, expert + 1)
-        values = dequantised(numbers[own], scales[own], to.dtype)
-        _copy_rows(to[own], values.narrow(2, columns.start - own_blocks.start * MXFP4_BLOCK, in_features), blocks)
+        at = slice(expert, expert + 1)
+        values = dequantised(numbers[at], scales[at], to.dtype)
+        _copy_rows(to[at], values.narrow(2, columns.start - local_blocks.start * MXFP4_BLOCK, in_features), blocks)
 
 
 def dequantised(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -128,7 +130,7 @@ def dequantised(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _copy_rows(to: Tensor, stored: Tensor, blocks: tuple[int, ...]) -> None:
-    """Copy [E, out, ...]. If gate and up are one block, its even rows are the gate's, and come before those of up."""
+    """Copy [E, out, ...]. If gate and up are one block, its even rows are the gate's and its odd ones up's."""
     if len(blocks) != 1:
         to.copy_(stored)
         return

@@ -1,4 +1,4 @@
-"""The Gated DeltaNet layer (arXiv 2412.06464) in the place of attention. Its state rolls back with refused drafts."""
+"""The Gated DeltaNet layer (arXiv 2412.06464), which replaces attention. Its state rolls back with refused drafts."""
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from app.engine.models.weights import LayerSource
 
 
 class GatedDeltaNet(nn.Module):
-    """Projections, recurrence and gated norm. Ranks share the heads, q's and k's with those of v that they serve."""
+    """Projections, recurrence and gated norm. Ranks split the v heads, and have the q and k heads for these."""
 
     def __init__(self, layer: LayerSource) -> None:
         super().__init__()
@@ -65,8 +65,8 @@ class GatedDeltaNet(nn.Module):
 class Recurrence:
     """Short convolution, gates and delta rule of a layer, in fp32.
 
-    A decoding step commits the accepted rows of the previous step, and verifies its own without changing the state.
-    Of a verified row the layer keeps the inputs in the engine's dtype: what enters the convolution, and both gates. To
+    A decoding step commits the accepted rows of the previous step, and verifies its rows without changing the state.
+    The layer keeps the inputs of verified rows in the engine's dtype: what enters the convolution, and both gates. To
     commit rows it runs them again, because their inputs take a fraction of the memory of a state for each row.
     """
 
@@ -78,12 +78,26 @@ class Recurrence:
         self._dt_bias = dt_bias
 
     def verify(self, inputs: Tensor, step: SequenceRows[Tensor], memory: LayerState) -> Tensor:
-        """Return outputs [R, Nv, Dv] of decoding rows, after those that were accepted before them are committed."""
-        weights = self._conv, self._a_log, self._dt_bias
-        own = step.slots, step.next_slots, step.starts, step.counts, step.rows, step.places
-        slots = memory.matrix, memory.conv, memory.pending, memory.num_tokens
-        can_wait = self._backend.memory_is_host and not step.static
-        return self._backend.commit_and_verify(GatedDeltaStep(inputs, *weights, *own, *slots, can_wait))
+        """Return outputs [R, Nv, Dv] of decoding rows, after the previous step's accepted rows are committed."""
+        return self._backend.commit_and_verify(
+            GatedDeltaStep(
+                inputs,
+                conv_weight=self._conv,
+                a_log=self._a_log,
+                dt_bias=self._dt_bias,
+                slots=step.slots,
+                next_slots=step.next_slots,
+                starts=step.starts,
+                counts=step.counts,
+                rows=step.rows,
+                places=step.places,
+                matrix=memory.matrix,
+                conv=memory.conv,
+                pending=memory.pending,
+                num_tokens=memory.num_tokens,
+                can_wait=self._backend.memory_is_host and not step.static,
+            )
+        )
 
     def prefill(self, inputs: Tensor, chunk: SequenceRows[Tensor], memory: LayerState) -> Tensor:
         """Return outputs [R, Nv, Dv] of rows of a prompt, all of which are committed to the chunk's next slot."""
@@ -106,7 +120,7 @@ class Recurrence:
         keys = shape.num_k_heads * shape.k_head_dim
         q, k, v = short_conv(state.conv, mixed, self._conv).tensor_split([keys, 2 * keys], dim=2)
         q, k = (part.unflatten(2, (shape.num_k_heads, -1)) for part in (q, k))
-        # A row without decay and beta leaves the state as it is.
+        # A row without decay and beta does not change the state.
         log_decay = torch.where(is_row, -self._a_log.exp() * F.softplus(a.float() + self._dt_bias), 0.0)
         beta = torch.where(is_row, b.float().sigmoid(), 0.0)
         o, matrix = delta_rule(q, k, v.unflatten(2, (shape.num_v_heads, -1)), log_decay, beta, state.matrix)

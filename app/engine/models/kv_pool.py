@@ -13,7 +13,7 @@ from app.engine.models.state_pool import StatePool
 class KvPool:
     """K and V of all layers with attention, each [layers, pages, page_size, kv_heads, head_dim], zeroed once.
 
-    `layers[i]` is the memory of layer i: its KV, or its part of `states`. `all_layers` is all KV seen as one pool of
+    `layers[i]` is the memory of layer i: its KV, or its state in `states`. `all_layers` is all KV seen as one pool of
     layers * pages pages, for a write to every layer at once.
     """
 
@@ -42,9 +42,9 @@ class KvPool:
 
     def clear(self, slot_mapping: Tensor) -> None:
         """Zero the slots [T] int32 of every layer."""
-        places = self.slots_in_all_layers(slot_mapping).long()
+        slots = self.slots_in_all_layers(slot_mapping).long()
         for kv in (self.all_layers.k, self.all_layers.v):
-            kv.flatten(0, 1).index_fill_(0, places, 0)
+            kv.flatten(0, 1).index_fill_(0, slots, 0)
 
 
 def bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:

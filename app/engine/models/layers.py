@@ -21,21 +21,18 @@ def frozen(weight: Tensor) -> nn.Parameter:
 
 
 def held(weight: Weight) -> Weight:
-    """Return a weight of a product as `frozen`, or as it is if it is quantised."""
+    """Return a weight of a product as a parameter, or unchanged if it is quantised."""
     return frozen(weight) if isinstance(weight, Tensor) else weight
 
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """The T rows of one forward, which all layers read: their rotation, and their slots [T] int32.
-
-    Each of `groups` is one attention call over the next rows in order. `recurrent` is there if the target is a hybrid.
-    """
+    """The T rows of one forward, which all layers read."""
 
     rotation: Rotation
-    slot_mapping: Tensor
-    groups: list[AttentionMetadata]
-    recurrent: RecurrentRows[Tensor] | None = None
+    slot_mapping: Tensor  # [T] int32
+    groups: list[AttentionMetadata]  # one attention call each, over consecutive rows
+    recurrent: RecurrentRows[Tensor] | None = None  # for a hybrid target
 
 
 class Attention(nn.Module):
@@ -73,7 +70,7 @@ class Attention(nn.Module):
         return None if self.qkv_bias is None else self.qkv_bias[self._q_size :]
 
     def forward(self, x: Tensor, rows: StepRows, kv: LayerKv) -> Tensor:
-        """Return the output projection [T, H] of attention over `kv`, after the rows' own K and V are written there."""
+        """Return the output projection [T, H] of attention over `kv`, after K and V of the rows are written there."""
         return self._project(self.attend(x, rows, kv), self.o, self.o_bias)
 
     def attend(self, x: Tensor, rows: StepRows, kv: LayerKv) -> Tensor:
@@ -178,8 +175,8 @@ def load_mlp(layer: LayerSource, name: str, inner: int) -> tuple[Weight, Weight]
 
 def tied_head(embedding: nn.Parameter, comm: Comm) -> nn.Parameter:
     """Return the rank's rows of an lm_head that is the embedding [V, H], in the same memory."""
-    own = comm.part(len(embedding))
-    return embedding if comm.size == 1 else frozen(embedding[own.start : own.stop])
+    rows = comm.part(len(embedding))
+    return embedding if comm.size == 1 else frozen(embedding[rows.start : rows.stop])
 
 
 def add_norm(

@@ -18,7 +18,7 @@ class PagePool:
 
     Every page but the scratch pages is either free or owned. A cached page is found by its digest, may have several
     owners, and stays cached when the last one releases it. Free uncached pages are reused first, then cached ones,
-    least-recently-used first. `on_forget` is called with the digest of a page that is cached no more.
+    least-recently-used first. `on_forget` is called with the digest of an evicted page.
 
     KV on pages that are released as not sound may not be finite. If such a page is reused before a later owner releases
     it as sound, its slots are added to `to_scrub`, which are to be zeroed before the next step.
@@ -63,19 +63,19 @@ class PagePool:
             pages.append(page)
         return pages
 
-    def cost(self, found: "array[int]", num_tokens: int) -> int:
+    def cost(self, cached: "array[int]", num_tokens: int) -> int:
         """Return how many free pages are needed to hold `num_tokens`, the first of them on pages from `find`."""
-        return self.pages_for(num_tokens) - sum(self._num_owners[page] > 0 for page in found)
+        return self.pages_for(num_tokens) - sum(self._num_owners[page] > 0 for page in cached)
 
-    def share(self, found: "array[int]") -> None:
+    def share(self, cached: "array[int]") -> None:
         """Add an owner to pages from `find`."""
-        for page in found:
+        for page in cached:
             if not self._num_owners[page]:
                 del self._free_cached[page]
             self._num_owners[page] += 1
 
     def is_writable(self, page: int) -> bool:
-        """Return True if a sequence that owns the page may write it: no other one does, and it is not cached."""
+        """Return True if the page may be written: it has one owner, and is not cached."""
         return self._num_owners[page] == 1 and page not in self._digest_of
 
     def grow(self, pages: "array[int]", num_tokens: int) -> None:
@@ -101,9 +101,9 @@ class PagePool:
                 self.on_forget(digest)
 
     def release(self, pages: "array[int]", *, sound: bool = True, reuse_first: bool = False) -> None:
-        """Remove an owner, from the tail on, because a sequence's first pages are the likeliest to be found again.
+        """Remove an owner, last pages first, because a sequence's first pages are the likeliest to be hit again.
 
-        The pages are `sound` if all KV on them is known to be finite. Cached ones may be those to `reuse_first`.
+        The pages are `sound` if all KV on them is known to be finite. With `reuse_first` cached ones are evicted first.
         """
         if not sound:
             self._suspects.update(pages)
@@ -143,8 +143,8 @@ class PagePool:
             wanted = 0 if is_scratch or owners[page] else 1
             assert free[page] == wanted, f"page {page}, of {owners[page]} owners, is {free[page]} times free"
         for digest, page in self._page_of.items():
-            assert self._digest_of.get(page) == digest, f"page {page} is cached under a digest that is not its own"
-        assert len(self._digest_of) == len(self._page_of), "a page has a digest that does not find it"
+            assert self._digest_of.get(page) == digest, f"page {page} is cached under another page's digest"
+        assert len(self._digest_of) == len(self._page_of), "a page has a digest that is not in the cache"
         for page in self._free_cached:
             assert page in self._digest_of, f"free page {page} counts as cached, and has no digest"
         for page in self._free:

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class HybridLayer(DecoderLayer):
-    """Decoder layer with a Gated DeltaNet or gated attention, and an MLP, or experts of which one serves every row."""
+    """Decoder layer with a Gated DeltaNet or gated attention, and an MLP or experts, one of them shared by all rows."""
 
     def __init__(self, layer: LayerSource) -> None:
         super().__init__(layer)
@@ -79,8 +79,8 @@ class TextWeights:
         return name in self._weights
 
     def get(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        if isinstance(found := self._parts.pop(name, None), Tensor):
-            return found
+        if isinstance(part_of_fused := self._parts.pop(name, None), Tensor):
+            return part_of_fused
         if name.endswith(("norm.weight", ".A_log", ".dt_bias")):
             dtype = torch.float32
         stored = self._weights.get(name, *shape, part=part, dtype=dtype)
@@ -93,12 +93,12 @@ class TextWeights:
             return self._weights.get_linear(name, *shape, part=part)
         stored = self._weights.get_linear(name, 2 * shape[0], shape[1], part=part and part.scaled(2))
 
-        def of_heads(which: int) -> Weight:
+        def head_rows(which: int) -> Weight:
             heads = (-1, 2, self._config.head_dim)
             return by_rows(stored, lambda rows: rows.unflatten(0, heads)[:, which].flatten(0, 1))
 
-        self._parts[name.replace(".q_proj.", ".gate_proj.")] = of_heads(1)
-        return of_heads(0)
+        self._parts[name.replace(".q_proj.", ".gate_proj.")] = head_rows(1)
+        return head_rows(0)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._weights, name)
@@ -107,7 +107,7 @@ class TextWeights:
 class GroupedWeights(TextWeights):
     """Weights whose `in_proj_qkvz` has q, k, v and z of each key head in turn, and whose `in_proj_ba` has b and a.
 
-    A key head's v and z are those of all the value heads that it serves. They are put together by kind.
+    A key head has v and z of all value heads that it serves. Loading sorts the rows by kind.
     """
 
     def get_linear(self, name: str, *shape: int, part: Part | None = None) -> Weight:
@@ -120,8 +120,8 @@ class GroupedWeights(TextWeights):
         sizes = self._config.gated_delta
         assert sizes is not None, "a config with Gated DeltaNet layers has their sizes"
         k_heads, copies, dim = sizes.num_k_heads, sizes.k_copies, sizes.k_head_dim
-        group = sizes.num_v_heads // k_heads  # those on this rank
-        q, k, v = (own.start for own in part.ranges) if part else (0, k_heads * dim, 2 * k_heads * dim)
+        group = sizes.num_v_heads // k_heads  # value heads to a key head, on this rank
+        q, k, v = (rows.start for rows in part.ranges) if part else (0, k_heads * dim, 2 * k_heads * dim)
         first, piece = q // dim, (v - 2 * (k - q)) // (group * sizes.v_head_dim) % copies
         num_heads = (k - q) // dim  # of all ranks
         values = [group * sizes.v_head_dim] * copies
@@ -132,14 +132,14 @@ class GroupedWeights(TextWeights):
             local = Part(0, (range(first, first + k_heads),)).scaled(head_rows) if part else None
             stored[name] = get(f"{prefix}in_proj_{name}.weight", num_heads * head_rows, hidden, part=local)
 
-        def of_heads(name: str, *kinds: int) -> Weight:
+        def rows_of(name: str, *kinds: int) -> Weight:
             return by_rows(stored[name], partial(_rows_of_kinds, k_heads, widths[name], kinds))
 
         return {
-            f"{prefix}in_proj_qkv.weight": of_heads("qkvz", 0, 1, 2 + piece),
-            f"{prefix}in_proj_z.weight": of_heads("qkvz", 2 + copies + piece),
-            f"{prefix}in_proj_b.weight": of_heads("ba", piece),
-            f"{prefix}in_proj_a.weight": of_heads("ba", copies + piece),
+            f"{prefix}in_proj_qkv.weight": rows_of("qkvz", 0, 1, 2 + piece),
+            f"{prefix}in_proj_z.weight": rows_of("qkvz", 2 + copies + piece),
+            f"{prefix}in_proj_b.weight": rows_of("ba", piece),
+            f"{prefix}in_proj_a.weight": rows_of("ba", copies + piece),
         }
 
 

@@ -22,7 +22,6 @@ class RotaryTable:
         self.backend = backend
 
     def at(self, positions: Tensor) -> Rotation:
-        """Return the rotation at positions [T]."""
         return self.backend.rotation_at(self.tables, positions)
 
 
@@ -38,7 +37,7 @@ def frequencies(rope: RopeConfig, dim: int) -> Tensor:
 
 
 def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Return frequencies [dim / 2]: those of waves between both bounds are blended by the turns in the first length."""
+    """Return frequencies [dim / 2]: waves between both bounds are blended, by their turns in the original length."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     turns = scaling.original_length * plain / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -46,7 +45,7 @@ def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _yarn(plain: Tensor, scaling: YarnScaling, theta: float, dim: int) -> Tensor:
-    """Return frequencies [dim / 2]: a ramp over the dims leads from unscaled ones to `factor` times slower ones."""
+    """Return frequencies [dim / 2]: a ramp over the dims from unscaled ones to `factor` times slower ones."""
 
     def dim_of(turns: float) -> float:
         return dim * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))

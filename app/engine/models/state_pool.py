@@ -22,21 +22,19 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """Slots of one recurrent layer.
+    """Slots of one recurrent layer: the state after a sequence's first `num_tokens` tokens, and the pending rows.
 
-    `matrix` [slots, Nv, Dk, Dv] fp32 and `conv` [slots, K - 1, C] are the state after the first `num_tokens` [slots]
-    int32 tokens of a sequence. `pending` [slots, b, C + 2 Nv] are the layer's inputs at the rows that the last step has
-    verified after these. The next step commits as many as its position exceeds `num_tokens`, so none twice.
+    The next step commits as many pending rows as its position exceeds `num_tokens`, so none twice.
     """
 
-    matrix: Tensor
-    conv: Tensor
-    pending: Tensor
-    num_tokens: Tensor
+    matrix: Tensor  # [slots, Nv, Dk, Dv] fp32
+    conv: Tensor  # [slots, K - 1, C]
+    pending: Tensor  # [slots, b, C + 2 Nv]: the layer's inputs at the rows that the last step has verified
+    num_tokens: Tensor  # [slots] int32
 
     def at(self, slots: Tensor, starts: Tensor) -> tuple[State, Tensor, Tensor]:
         """Return (state, pending rows [S, b, C + 2 Nv], how many of them [S] count) of sequences about to run from
-        positions `starts` [S] on. Position 0 begins with zeros, whatever the slot's last owner has left."""
+        positions `starts` [S] on. Position 0 begins with zeros, not with the state of the slot's previous owner."""
         is_new = starts == 0
         matrix = self.matrix[slots].masked_fill(is_new[:, None, None, None], 0.0)
         conv = self.conv[slots].masked_fill(is_new[:, None, None], 0.0)
@@ -44,7 +42,7 @@ class LayerState:
         return State(matrix, conv), self.pending[slots], counts
 
     def write(self, slots: Tensor, state: State, num_tokens: Tensor) -> None:
-        """Replace the state of slots [S] by the one after `num_tokens` [S] tokens. Once it begins nothing can fail."""
+        """Write the state after `num_tokens` [S] tokens to slots [S]. Nothing fails once the first write begins."""
         num_tokens = num_tokens.to(torch.int32)  # allocated before anything is written
         self.matrix.index_copy_(0, slots, state.matrix)
         self.conv.index_copy_(0, slots, state.conv)
@@ -81,7 +79,6 @@ class StatePool:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Return the bytes of all checkpoints."""
         return self.num_checkpoints * (self.slot_bytes + self.pending_bytes)
 
     @property

@@ -11,14 +11,14 @@ from app.engine.comm.comm import ALONE, Comm
 from app.engine.device.base import Backend, Decode
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import DecoderLayer, StepRows, add_norm, frozen, tied_head
-from app.engine.models.weights import ExpertLayout, LayerSource, Weights, own_part
+from app.engine.models.weights import ExpertLayout, LayerSource, Weights, local_part
 
 
 class Target(nn.Module):
     """Decoder of pre-norm layers, with a dense MLP or experts: Llama, Qwen2, Qwen3, Qwen3-MoE. Others are subclasses.
 
     `target_layer_ids` are zero-based and ascend; feature i is the residual stream after layer target_layer_ids[i].
-    Ranks of `comm` share each layer, whose sizes `config` has, and the rows of the lm_head [V / size, H].
+    Ranks of `comm` split each layer, and `config` has the sizes of one rank's slice, and the lm_head [V / size, H].
     """
 
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
@@ -56,8 +56,8 @@ class Target(nn.Module):
             self.lm_head = tied_head(self.embedding, comm)
             weights.skip("lm_head.weight")
         else:
-            own_rows = own_part(weights.get, "lm_head.weight", (vocab // comm.size, hidden), comm, 0)
-            self.lm_head = frozen(backend.pack_weight(own_rows))
+            rows = local_part(weights.get, "lm_head.weight", (vocab // comm.size, hidden), comm, 0)
+            self.lm_head = frozen(backend.pack_weight(rows))
         for name in weights.names:
             if name.endswith("rotary_emb.inv_freq"):  # RoPE's frequencies, in files of Llama 2
                 weights.skip(name)
@@ -69,9 +69,10 @@ class Target(nn.Module):
         The features are None without `target_layer_ids`.
         """
         hidden, residual, features = F.embedding(token_ids, self.embedding), None, []
-        of_rows = rows.rotation, rows.slot_mapping, rows.groups
-        if self.whole and (found := self.whole(hidden, *of_rows, pool.all_layers)):
-            return found
+        if self.whole and (
+            result := self.whole(hidden, rows.rotation, rows.slot_mapping, rows.groups, pool.all_layers)
+        ):
+            return result
         for i, (layer, kv) in enumerate(zip(self.layers, pool.layers, strict=True)):
             normed, residual = layer.enter(hidden, residual)
             if i - 1 in self.target_layer_ids:

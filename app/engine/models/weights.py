@@ -22,15 +22,15 @@ class Part(NamedTuple):
     ranges: tuple[range, ...]
 
     def of(self, whole: Tensor) -> Tensor:
-        return torch.cat([whole.narrow(self.axis, own.start, len(own)) for own in self.ranges], dim=self.axis)
+        return torch.cat([whole.narrow(self.axis, rows.start, len(rows)) for rows in self.ranges], dim=self.axis)
 
     def scaled(self, factor: int) -> "Part":
-        """Return the part of a tensor whose axis has `factor` rows in the place of each."""
-        return Part(self.axis, tuple(range(own.start * factor, own.stop * factor) for own in self.ranges))
+        """Return the same part of a tensor whose axis is `factor` times as long."""
+        return Part(self.axis, tuple(range(rows.start * factor, rows.stop * factor) for rows in self.ranges))
 
 
 class Weights(Protocol):
-    """Source of a model's tensors. Names are those of `Checkpoint.tensors`.
+    """Source of a model's tensors, by the names of `Checkpoint.tensors`.
 
     `X.quant_bias` is in it if a quantised linear X has a bias that is not 0, which `X.bias` then returns.
     """
@@ -41,13 +41,13 @@ class Weights(Protocol):
     def names(self) -> Iterable[str]: ...
 
     def num_bytes(self, multiplies: Callable[[QuantisedWeight], bool], *, to_int8: bool) -> int:
-        """Return the bytes of all tensors on a device, which keeps weights of products in 8 bits if it `multiplies` by
-        them, with `to_int8` all of these. Others are in the engine's dtype."""
+        """Return the bytes of all tensors on a device, which keeps quantised weights of products in 8 bits if it
+        `multiplies` by them. With `to_int8` all weights of products are. Others are in the engine's dtype."""
 
     def get(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor on the device, in `dtype`, or in the engine's for None.
 
-        `shape` is that of the whole tensor. No more than a `part` of it is read, and returned. Raises UnsupportedError
+        `shape` is the whole tensor's. With a `part` only that is read and returned. Raises UnsupportedError
         for a tensor of another shape or kind: int64 is for whole numbers, uint8 for bytes, others for fractions.
         """
 
@@ -58,7 +58,7 @@ class Weights(Protocol):
         """Accept a tensor that may be in the file and is not needed."""
 
     def close(self) -> None:
-        """Let go of the files. Raises UnsupportedError if a tensor is left over."""
+        """Close the files. Raises UnsupportedError if a tensor was not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class ExpertLayout:
 class LayerSource:
     """All that a decoder layer is made from: its number, the model's sizes, the checkpoint and the backend.
 
-    Ranks of `comm` share the layer. The sizes in `config` are then those of one rank's part.
+    Ranks of `comm` split the layer, and `config` has the sizes of one rank's slice.
     """
 
     index: int
@@ -89,19 +89,18 @@ class LayerSource:
     comm: Comm = ALONE
 
     def name(self, suffix: str) -> str:
-        """Return the name of one of the layer's tensors in the checkpoint."""
         return f"layers.{self.index}.{suffix}"
 
     def get(self, suffix: str, *shape: int, split: int | None = None, **blocks: tuple[int, ...]) -> Tensor:
-        """Return one of the layer's tensors, as `Weights.get`, or this rank's part of it as `own_part`.
+        """Return one of the layer's tensors, as `Weights.get`, or this rank's part of it as `local_part`.
 
         Rows (0) are split where the output is, and columns (1) where the input is, whose products are then summed.
         """
-        return own_part(self.weights.get, self.name(suffix), shape, self.comm, split, **blocks)
+        return local_part(self.weights.get, self.name(suffix), shape, self.comm, split, **blocks)
 
     def linear(self, suffix: str, *shape: int, split: int | None = None, **blocks: tuple[int, ...]) -> Weight:
         """Return the weight of one of the layer's products, like `get`, or quantised."""
-        return own_part(self.weights.get_linear, self.name(suffix), shape, self.comm, split, **blocks)
+        return local_part(self.weights.get_linear, self.name(suffix), shape, self.comm, split, **blocks)
 
     def get_summed(self, suffix: str, *shape: int) -> Tensor:
         """Return the bias of products that ranks sum: the stored one on rank 0, and zeros on others."""
@@ -109,7 +108,7 @@ class LayerSource:
         return bias if self.comm.rank == 0 else torch.zeros_like(bias)
 
 
-def own_part(
+def local_part(
     get: Callable[..., W],
     name: str,
     shape: tuple[int, ...],
@@ -118,7 +117,7 @@ def own_part(
     blocks: tuple[int, ...] = (),
     copies: tuple[int, ...] = (),
 ) -> W:
-    """Return this rank's part `shape` of a tensor that ranks share along the axis `split`, or all of it for None.
+    """Return this rank's slice `shape` of a tensor that is split along the axis `split`, or all of it for None.
 
     If that axis is made of blocks, like q, k and v, each is split separately. `blocks` are their sizes in `shape`.
     `copies[i]` consecutive ranks hold the same slice of block i.
@@ -126,27 +125,27 @@ def own_part(
     if split is None or comm.size == 1:
         return get(name, *shape)
     blocks, ranges, whole = blocks or (shape[split],), [], 0
-    for own, equal in zip(blocks, copies or (1,) * len(blocks), strict=True):
-        start = whole + comm.rank // equal * own
-        ranges.append(range(start, start + own))
-        whole += comm.size // equal * own
+    for size, equal in zip(blocks, copies or (1,) * len(blocks), strict=True):
+        start = whole + comm.rank // equal * size
+        ranges.append(range(start, start + size))
+        whole += comm.size // equal * size
     return get(name, *shape[:split], whole, *shape[split + 1 :], part=Part(split, tuple(ranges)))
 
 
 def shard(config: DecoderConfig, size: int) -> DecoderConfig:
-    """Return the sizes of each of `size` ranks, which share heads and the MLPs. `size` divides these.
+    """Return the sizes of each of `size` ranks, among which heads and MLPs are split evenly.
 
-    It may also be a multiple of the heads of K, and of those of V that belong to them. Then each rank has one.
+    With more ranks than KV heads, or than key heads in recurrent layers, several ranks have a copy of one head.
     """
 
     def divided(part: Any, *names: str, **copied: str) -> Any:
-        own = {name: getattr(part, name) // size for name in names}
+        sizes = {name: getattr(part, name) // size for name in names}
         for copies, heads in copied.items():
             whole = getattr(part, heads)
-            own |= {heads: max(1, whole // size), copies: max(1, size // whole)}
-        return replace(part, **own)
+            sizes |= {heads: max(1, whole // size), copies: max(1, size // whole)}
+        return replace(part, **sizes)
 
     moe = config.moe and divided(config.moe, "intermediate_size", "shared_size")
     delta = config.gated_delta and divided(config.gated_delta, "num_v_heads", k_copies="num_k_heads")
-    own: DecoderConfig = divided(config, "num_heads", "intermediate_size", kv_copies="num_kv_heads")
-    return replace(own, moe=moe, gated_delta=delta)
+    local: DecoderConfig = divided(config, "num_heads", "intermediate_size", kv_copies="num_kv_heads")
+    return replace(local, moe=moe, gated_delta=delta)

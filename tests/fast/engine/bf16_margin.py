@@ -19,7 +19,7 @@ def measured(subject: Subject, monkeypatch: pytest.MonkeyPatch, chunk: int | Non
 
     alone = logits(1)
     with monkeypatch.context() as without:
-        without.setattr(linear, "own", lambda dtype: None)
+        without.setattr(linear, "operator_for", lambda dtype: None)
         return float((alone - logits(chunk)).abs().max())
 
 

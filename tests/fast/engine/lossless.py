@@ -399,7 +399,7 @@ class Subject:
             **self.wishes,
         )
         if case.path == "layers":
-            cast(CpuBackend, engine.core.runner.backend).use_own(0)
+            cast(CpuBackend, engine.core.runner.backend).use_operators(0)
         return engine
 
     def run(self, case: Case, on_step: Callable[[StepOutput], None] = lambda _: None) -> Run:

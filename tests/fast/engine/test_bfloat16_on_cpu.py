@@ -111,7 +111,7 @@ def test_target_draft_and_kv_take_half_the_memory_and_the_servers_info_has_the_d
     pair = make_pair(tmp_path, dtype=torch.bfloat16, **LUCKY)
     monkeypatch.setattr(linear, "processor", lambda: MULTIPLIES)
     monkeypatch.setattr(cpu_backend, "_SMALL_LAYER", 0)
-    if not linear.own(torch.bfloat16):
+    if not linear.operator_for(torch.bfloat16):
         pytest.skip("there is no g++")
     sizes = []
     for dtype in ("auto", "float32"):

@@ -50,7 +50,7 @@ def threads(count: int) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def is_here():
-    assert attention.is_own(torch.float32) and attention.is_own(torch.bfloat16)
+    assert attention.supports(torch.float32) and attention.supports(torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", linear.DTYPES, ids=str)

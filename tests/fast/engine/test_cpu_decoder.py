@@ -164,7 +164,7 @@ def test_a_step_calls_few_operators(tmp_path, monkeypatch):
 
 def test_a_step_of_more_rows_than_the_operator_is_faster_for_goes_through_the_layers(tmp_path):
     rows = Rows(engine_of(tmp_path))
-    rows.backend.use_own(8)
+    rows.backend.use_operators(8)
     assert rows.model.whole
     assert rows.model.whole(torch.zeros(9, 32), *[None] * 4) is None
     by_layers = rows.run()

@@ -32,7 +32,7 @@ def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 def multiply_here(dtype: torch.dtype, rows: int = 128) -> linear.Multiply:
     """Return the operator, which computes itself up to so many rows."""
-    multiply = linear.own(dtype)
+    multiply = linear.operator_for(dtype)
     assert multiply
     torch.ops.dflash_server.set_most_rows(rows)
     return multiply
@@ -183,7 +183,7 @@ def test_without_a_compiler_weights_lie_in_columns_and_products_are_pytorchs(mon
         backend, weight = CpuBackend(CPU), drawn(6, 8, dtype=torch.float32)
         packed = backend.pack_weight(weight)
         backend.end_of_load(tune=True)
-    assert "PyTorch's own, because there is no g++" in caplog.text and packed.t().is_contiguous()
+    assert "PyTorch's, because there is no g++" in caplog.text and packed.t().is_contiguous()
     assert "by one operator" not in caplog.text
     x = drawn(3, 8, dtype=torch.float32, seed=1)
     torch.testing.assert_close(backend.linear(x, packed), x @ weight.T)
@@ -211,7 +211,7 @@ def test_a_decoder_on_the_operator_has_the_texts_of_pytorchs_products_and_drafts
     def texts(draft: Path | None) -> dict[str, list[int]]:
         engine = make_engine(pair.target, draft, page_size=16, max_num_seqs=4, max_model_len=64)
         in_order = all(weight.is_contiguous() for weight in engine.core.runner.forward.target.parameters())
-        assert in_order == bool(linear.own(torch.float32))
+        assert in_order == bool(linear.operator_for(torch.float32))
         accepted = 0
         for request in asked:
             engine.core.add(request)
@@ -382,7 +382,7 @@ def test_pytorch_has_threads_for_steps_of_many_rows_alone(monkeypatch):
 
 @pytest.mark.usefixtures("three_threads")
 def test_pytorch_has_threads_for_all_products_that_are_its_own(monkeypatch):
-    monkeypatch.setattr(linear, "own", lambda dtype: None)
+    monkeypatch.setattr(linear, "operator_for", lambda dtype: None)
     backend = CpuBackend(CPU)
     backend.pack_weight(torch.zeros(4, 4))
     assert threads_of_steps(backend) == [3, 3, 3]

@@ -18,7 +18,7 @@ MANY_ROWS = 300
 
 @pytest.fixture(autouse=True)
 def operators():
-    assert attention.is_own(torch.float32)
+    assert attention.supports(torch.float32)
     linear.set_threads(1)
     yield
     linear.set_threads(1)

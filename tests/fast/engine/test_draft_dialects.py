@@ -75,7 +75,7 @@ def test_every_row_drafts_if_the_anchors_row_does(tmp_path, graphs: bool):
 def test_layers_one_by_one_draft_the_same(tmp_path, name: str):
     pair = DIALECTS[name].make(tmp_path)
     engine = engine_of(pair)
-    engine.core.runner.backend.use_own(0)
+    engine.core.runner.backend.use_operators(0)
     assert share_of_right_drafts(drafted_by(engine.core, requests_about_the_window(2, 10)), pair) == 1.0
 
 

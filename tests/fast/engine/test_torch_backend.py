@@ -349,7 +349,7 @@ class Called(TorchDispatchMode):
 
 
 def _is_own(backend: Backend, dtype: torch.dtype) -> bool:
-    return isinstance(backend, CpuBackend) and attention.is_own(dtype)
+    return isinstance(backend, CpuBackend) and attention.supports(dtype)
 
 
 def rounded(backend: Backend, dtype: torch.dtype) -> dict[str, float]:
