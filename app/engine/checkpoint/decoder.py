@@ -28,7 +28,7 @@ def decoder_config(
     raw: Raw, *, experts: Mapping[str, Any] | None = None, quantised: tuple[str, ...] = QUANTISED, **traits: Any
 ) -> DecoderConfig:
     """Return the sizes in a config.json, of a family that may be `quantised` by these methods. `traits` are fields of
-    the result that the family knows, and `experts` those of its experts, None for a family without. Raises
+    the result that the family decides, and `experts` fields of its experts, None for a family without. Raises
     UnsupportedError naming a field that would be run wrongly."""
     _refuse_variants(raw, experts is not None, quantised)
     hidden, heads = positive(raw, "hidden_size"), positive(raw, "num_attention_heads")

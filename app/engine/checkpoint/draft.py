@@ -80,15 +80,15 @@ def draft_config(
     decoder = decoder_config({"vocab_size": target.vocab_size, **layers}, **traits)
     target_hidden_size = positive(keys, "target_hidden_size", decoder.hidden_size)
     draft_vocab_size = positive(keys, "draft_vocab_size", decoder.vocab_size)
-    of_target = "target_hidden_size" if keys.get("target_hidden_size") else "hidden_size"
-    for field, found, wanted in (
+    hidden_field = "target_hidden_size" if keys.get("target_hidden_size") else "hidden_size"
+    for field, given, wanted in (
         ("vocab_size", decoder.vocab_size, target.vocab_size),
         ("num_target_layers", positive(keys, "num_target_layers", target.num_layers), target.num_layers),
-        (of_target, target_hidden_size, target.hidden_size),
+        (hidden_field, target_hidden_size, target.hidden_size),
         ("draft_vocab_size", max(draft_vocab_size, target.vocab_size), target.vocab_size),
     ):
-        if found != wanted:
-            both = f"{field} is {found}, but this target has {wanted}"
+        if given != wanted:
+            both = f"{field} is {given}, but this target has {wanted}"
             raise UnsupportedError(f"{both}; give the draft that was made for this target")
     first_draft_row = _first_draft_row(keys)
     return DFlashConfig(
@@ -120,9 +120,9 @@ def refuse_foreign_tensors(names: Iterable[str], draft: DFlashConfig) -> None:
     is_dspark = draft.first_draft_row == 0 or (draft.path is not None and draft.path.kind != "selector")
     known = [_TENSOR, *[_BIAS] * draft.decoder.qkv_bias, *[_CONFIDENCE_TENSOR] * is_dspark]
     others = {name for name in names if not any(pattern.fullmatch(name) for pattern in known)}
-    if missing := sorted(draft.own_tensors.keys() - others):
+    if missing := sorted(draft.extra_tensors.keys() - others):
         raise UnsupportedError(f"draft: tensor {missing[0]} is missing, and config.json asks for it")
-    if not (unknown := sorted(others - draft.own_tensors.keys())):
+    if not (unknown := sorted(others - draft.extra_tensors.keys())):
         return
     if _BIAS.fullmatch(unknown[0]):
         raise UnsupportedError(f"draft: tensor {unknown[0]} is a bias, but attention_bias in config.json is not true")
@@ -131,7 +131,7 @@ def refuse_foreign_tensors(names: Iterable[str], draft: DFlashConfig) -> None:
 
 
 def _flattened(raw: Raw) -> tuple[dict[str, Any], list[str]]:
-    """Return the keys that mean something here, and warnings. Those in `dflash_config` win over those at the top."""
+    """Return the keys that mean something here, and warnings. Those in `dflash_config` override the top level."""
     raw = _without_prefix(raw)
     if also := fields(raw, "dspark_config"):
         nested = also | fields(raw, "dflash_config")
@@ -164,13 +164,13 @@ def _flattened(raw: Raw) -> tuple[dict[str, Any], list[str]]:
 
 def _without_prefix(keys: Raw) -> dict[str, Any]:
     """Return keys with the prefix of DSpark by their names without it. Raises UnsupportedError if both differ."""
-    found = dict(keys)
+    plain_keys = dict(keys)
     for name in [name for name in keys if name.startswith("dspark_") and name[7:] in _INNER_KEYS]:
-        value, plain = found.pop(name), found.get(name[7:])
+        value, plain = plain_keys.pop(name), plain_keys.get(name[7:])
         if plain not in (None, value):
             raise UnsupportedError(f"{name} is {value!r}, and {name[7:]} is {plain!r}")
-        found[name[7:]] = value
-    return found
+        plain_keys[name[7:]] = value
+    return plain_keys
 
 
 def _from_speculators(raw: Raw) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def _from_deepspec(raw: Raw) -> dict[str, Any]:
 
 
 def _meaningful(keys: Raw) -> dict[str, Any]:
-    """Return the keys without those that change nothing. Raises UnsupportedError for those of another variant."""
+    """Return the keys that change something. Raises UnsupportedError for keys of another variant."""
     rest = {name: value for name, value in keys.items() if not _INERT.fullmatch(name)}
     foreign = {name for name in rest.keys() - _INNER_KEYS if _FOREIGN.fullmatch(name)}
     if found := [f"{name} = {rest[name]!r}" for name in sorted(foreign) if rest[name]]:
@@ -316,11 +316,11 @@ def _target_layer_ids(ids: Any, num_layers: int, num_target_layers: int) -> tupl
 
 def _mask_token_id(keys: Raw, vocab_size: int, token_id: Callable[[str], int | None]) -> int:
     field = "mask_token_id" if keys.get("mask_token_id") is not None else "mask_token"
-    found = keys.get(field)
-    if found is None:
+    token = keys.get(field)
+    if token is None:
         raise UnsupportedError("config.json names no mask_token_id, and no mask_token")
-    if isinstance(found, str) and (found := token_id(text := found)) is None:
+    if isinstance(token, str) and (token := token_id(text := token)) is None:
         raise UnsupportedError(f"{field} {text!r} is in no tokenizer.json of the draft or its target; give its number")
-    if type(found) is not int or not 0 <= found < vocab_size:
-        raise UnsupportedError(f"{field} must be a token of the target's vocabulary of {vocab_size}, found {found!r}")
-    return found
+    if type(token) is not int or not 0 <= token < vocab_size:
+        raise UnsupportedError(f"{field} must be a token of the target's vocabulary of {vocab_size}, found {token!r}")
+    return token

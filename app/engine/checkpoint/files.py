@@ -26,7 +26,7 @@ _AGAIN = "download it again"
 
 
 class StoredTensor(NamedTuple):
-    """A tensor's place: its file, its name there, its shape, and its dtype as safetensors names it."""
+    """Where a tensor is stored: its file, its name there, its shape, and its dtype as safetensors names it."""
 
     file: Path
     name: str
@@ -35,7 +35,7 @@ class StoredTensor(NamedTuple):
 
 
 class Checkpoint:
-    """The files of a checkpoint's folder, each of which is read once, when it is first asked for. A `folder` may be one
+    """The files of a checkpoint's folder, each read once, on first use. A `folder` may be one
     file of safetensors, without a config. All properties raise UnsupportedError."""
 
     def __init__(self, folder: Path) -> None:
@@ -89,7 +89,7 @@ def find_folder(name: str, role: Literal["target", "draft"], files: Sequence[str
         if constants.is_offline_mode():
             reason = f"HF_HUB_OFFLINE is set while {cache} does not hold it; unset HF_HUB_OFFLINE for one start"
         reason += ", or give the model's folder"
-    except Exception as error:  # the hub's client raises its HTTP library's errors, disk errors and its own
+    except Exception as error:  # the hub's client also raises errors of its HTTP library and of the disk
         reason = f"the download from {hub} failed: {error}"
     if "/" not in name and name.lower().startswith("qwen"):
         reason += f"; did you mean {'z-lab' if 'dflash' in name.lower() else 'Qwen'}/{name}?"
@@ -103,12 +103,12 @@ def find_file_of(tensor: str, name: str) -> Path:
     folder = find_folder(name, "target", (index,))
     homes = {} if (folder / single).is_file() else fields(read_json(folder / index, or_empty=True), "weight_map")
     file = Path(str(next((home for stored, home in homes.items() if _PREFIX.sub("", stored) == tensor), single))).name
-    found = find_folder(name, "target", (file,)) / file
-    return found if found.is_file() else found.parent
+    path = find_folder(name, "target", (file,)) / file
+    return path if path.is_file() else path.parent
 
 
 def read_json(file: Path, *, or_empty: bool = False) -> dict[str, Any]:
-    """Return the JSON object in a file, or with `or_empty` {} if there is no such file. Raises UnsupportedError."""
+    """Return the JSON object in a file, or with `or_empty` {} if the file is missing. Raises UnsupportedError."""
     if or_empty and not file.is_file():
         return {}
     try:
@@ -167,7 +167,7 @@ def _first(folder: Path, pattern: str) -> Path | None:
 
 
 def find_tensor(stored: Mapping[str, StoredTensor], folder: Path, name: str, shape: Sequence[int]) -> StoredTensor:
-    """Return a tensor's place. Raises UnsupportedError if it is missing, or has another shape than config.json says."""
+    """Return a stored tensor. Raises UnsupportedError if it is missing, or has another shape than config.json says."""
     if name not in stored:
         raise UnsupportedError(f"{folder}: tensor {name} is missing; {_AGAIN}")
     if stored[name].shape != list(shape):

@@ -16,11 +16,11 @@ DTYPES = ("I8", "F8_E4M3")
 """Dtypes of numbers that have scales, as safetensors names them."""
 SCALES = ("weight_scale_inv", "weight_scale", "deq_scale")
 COMPANIONS = (*SCALES, "weight_offset", "input_scale", "input_offset")
-"""Tensors of a quantised linear beside its weight and biases. All scales are factors, `weight_scale_inv` too."""
+"""Tensors of a quantised linear next to its weight and biases. All scales are factors, `weight_scale_inv` too."""
 BLOCK = (128, 128)
 """Rows and columns of a scale of FP8 in blocks, unless config.json says otherwise."""
 _TYPES = ("FLOAT", "W8A8", "W8A8_DYNAMIC", "W8A8_MIX", "W8A16")
-"""Types of msModelSlim's description. Activations of W8A8 are quantised by row, whatever the file says."""
+"""Types of msModelSlim's description. Activations of W8A8 are always quantised by row here."""
 _REFUSED = {
     "g_idx": "GPTQ",
     "qweight|qzeros|scales": "AWQ or GPTQ",
@@ -31,9 +31,9 @@ _REFUSED = {
     "kv_cache_(scale|offset)": "a quantised KV cache",
     r"(input|post_attention)_layernorm\.bias": "msModelSlim with biases of norms",
 }
-"""Ends of tensors' names that only weights of a format have that is not read, the surest first."""
+"""Ends of tensors' names that tell a format that is not read, the surest first."""
 OTHER_PARTS = ("visual.", "mtp.")
-"""Tensors of the vision tower and of the checkpoint's own drafter, which text does not need."""
+"""Tensors of the vision tower and of the checkpoint's MTP layers, which text does not need."""
 
 
 def refuse_formats(folder: Path, dtypes: Mapping[str, str], description: Raw) -> None:
@@ -51,8 +51,8 @@ def refuse_formats(folder: Path, dtypes: Mapping[str, str], description: Raw) ->
         stem, _, end = name.rpartition(".")
         wanted = ["weight", "deq_scale", "input_offset"] if end == "quant_bias" else []
         if dtype in DTYPES and end == "weight":
-            found = next((scale for scale in SCALES if f"{stem}.{scale}" in dtypes), "weight_scale")
-            wanted = [found, "input_scale"] if found == "deq_scale" else [found]
+            scale = next((scale for scale in SCALES if f"{stem}.{scale}" in dtypes), "weight_scale")
+            wanted = [scale, "input_scale"] if scale == "deq_scale" else [scale]
         elif dtype in DTYPES and end not in COMPANIONS:
             raise UnsupportedError(
                 f"{folder}: {name} is {dtype}, and only weights of single linears are read in 8 bits"
@@ -85,16 +85,16 @@ def block_size(raw: Raw) -> tuple[int, int]:
     sizes = [method.get("weight_block_size")]
     for group in fields(method, "config_groups").values():
         sizes.append(fields(group, "weights").get("block_structure"))
-    for found in filter(None, sizes):
-        if not isinstance(found, list) or len(found) != 2 or any(type(n) is not int or n < 1 for n in found):
-            raise UnsupportedError(f"quantization_config: a block has two sizes, found {found!r}")
-        return found[0], found[1]
+    for size in filter(None, sizes):
+        if not isinstance(size, list) or len(size) != 2 or any(type(n) is not int or n < 1 for n in size):
+            raise UnsupportedError(f"quantization_config: a block has two sizes, found {size!r}")
+        return size[0], size[1]
     return BLOCK
 
 
 def rotation_file(folder: Path, description: Raw) -> Path | None:
     """Return the file of the rotation of QuaRot (arXiv 2404.00456) that the target's residual stream has, or None.
-    Raises UnsupportedError if it is rotated, and nothing says how."""
+    Raises UnsupportedError if it is rotated and the file is missing."""
     rotation = fields(fields(fields(description, "optional"), "quarot"), "rotation_map").get("global_rotation")
     if isinstance(rotation, str) and (folder / rotation).is_file():
         return folder / rotation

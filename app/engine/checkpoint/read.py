@@ -88,7 +88,7 @@ def check_checkpoints(config: EngineConfig) -> Models:
         taps = len(draft.target_layer_ids) * draft.target_hidden_size
         for name, shape in (_layers(draft.decoder) | {"hidden_norm": [hidden], "fc": [hidden, taps]}).items():
             find_tensor(stored, models.draft_files.folder, f"{name}.weight", shape)
-        for name, sizes in draft.own_tensors.items():
+        for name, sizes in draft.extra_tensors.items():
             find_tensor(stored, models.draft_files.folder, name, list(sizes))
     return models
 

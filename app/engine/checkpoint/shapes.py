@@ -8,7 +8,7 @@ SWIGLU_ALPHA = 1.702
 
 
 class AttentionMask(NamedTuple):
-    """Tokens that a row of a layer sees, by position: with `causal` those up to itself, else all of its sequence. A
+    """Tokens that a row of a layer sees, by position: with `causal` all up to itself, else its whole sequence. A
     `window` of W leaves the last W of them, including the row itself: q - W < k <= q if causal, else |q - k| < W."""
 
     causal: bool
@@ -59,25 +59,24 @@ class MoeConfig:
 
     A row's weights are the k largest of a softmax over all E; `norm_topk_prob` divides them by their sum. With
     `swiglu_limit` L an expert computes (u + 1) g sigmoid(1.702 g), with g = min(gate, L) and u = clamp(up, -L, L),
-    instead of silu(gate) up. L may be infinite. `has_bias` is true if router and experts have biases. `dense_layers`
-    keep a dense MLP. `shared_size` is the inner size of the shared expert, whose output has its own gate; 0 = none.
+    instead of silu(gate) up. L may be infinite.
     """
 
     num_experts: int
     num_experts_per_tok: int
     intermediate_size: int
     norm_topk_prob: bool
-    dense_layers: tuple[int, ...] = ()
-    has_bias: bool = False
+    dense_layers: tuple[int, ...] = ()  # layers that keep a dense MLP
+    has_bias: bool = False  # of router and experts
     swiglu_limit: float | None = None
-    shared_size: int = 0
+    shared_size: int = 0  # inner size of the shared expert, whose output has a separate gate; 0 without one
 
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaConfig:
     """Sizes of the Gated DeltaNet layers, whose numbers are `layers`. Each head of q and k serves several of v.
 
-    `k_copies` ranks in a row have the same heads of q and k.
+    `k_copies` consecutive ranks have the same heads of q and k.
     """
 
     layers: tuple[int, ...]
@@ -90,7 +89,7 @@ class GatedDeltaConfig:
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution: those of q, k and v."""
+        """Channels of the convolution: of q, k and v together."""
         return 2 * self.num_k_heads * self.k_head_dim + self.num_v_heads * self.v_head_dim
 
     @property
@@ -101,13 +100,7 @@ class GatedDeltaConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Shape of a target or of a draft's layers. `dtype` is the checkpoint's, by its name: "bfloat16".
-
-    `masks` are of each layer's attention. With `sinks` each head has a logit without a value in its softmax. With
-    `qk_norm` each head of q and k is normed. `max_position_embeddings` is the longest context, after RoPE scaling.
-    `moe` is None if every layer has a dense MLP, and `gated_delta` if every layer has attention. `model_type` is a
-    target's family. `kv_copies` ranks in a row have the same K and V heads.
-    """
+    """Shape of a target or of a draft's layers."""
 
     hidden_size: int
     intermediate_size: int
@@ -118,18 +111,18 @@ class DecoderConfig:
     vocab_size: int
     rms_norm_eps: float
     rope: RopeConfig
-    max_position_embeddings: int
+    max_position_embeddings: int  # the longest context, after RoPE scaling
     tie_word_embeddings: bool
-    dtype: str
-    masks: tuple[AttentionMask, ...]
+    dtype: str  # of the checkpoint, by its name: "bfloat16"
+    masks: tuple[AttentionMask, ...]  # of each layer
     qkv_bias: bool = False
     o_bias: bool = False
-    sinks: bool = False
-    qk_norm: bool = False
-    moe: MoeConfig | None = None
-    gated_delta: GatedDeltaConfig | None = None
-    model_type: str = ""
-    kv_copies: int = 1
+    sinks: bool = False  # each head has a logit without a value in its softmax
+    qk_norm: bool = False  # each head of q and k is normed
+    moe: MoeConfig | None = None  # None if every layer has a dense MLP
+    gated_delta: GatedDeltaConfig | None = None  # None if every layer has attention
+    model_type: str = ""  # a target's family
+    kv_copies: int = 1  # consecutive ranks that have the same K and V heads
 
     def moe_of(self, layer: int) -> MoeConfig | None:
         """Return the experts of a layer, or None if it has a dense MLP."""
@@ -142,7 +135,6 @@ class DecoderConfig:
 
     @property
     def num_kv_layers(self) -> int:
-        """Return the number of layers with attention."""
         return self.num_layers - len(self.recurrent_layers)
 
 
@@ -161,53 +153,52 @@ class PathConfig:
     softcap: float | None = None
 
     def tensors(self, draft: "DFlashConfig") -> dict[str, tuple[int, ...]]:
-        """Return the shapes of its tensors by name: the tables of the token before and of the candidate, and then a
+        """Return the shapes of its tensors by name: tables of the previous token and of the candidate, and then a
         projection with its bias, which some kinds have."""
-        vocab, own, hidden = draft.decoder.vocab_size, draft.draft_vocab_size, draft.decoder.hidden_size
-        rank, found = self.rank, dict[str, tuple[int, ...]]()
+        vocab, draft_vocab = draft.decoder.vocab_size, draft.draft_vocab_size
+        hidden, rank = draft.decoder.hidden_size, self.rank
+        shapes: dict[str, tuple[int, ...]] = {}
         if self.kind == "selector":
-            found["candidate_selector.predecessor_codebook"] = (vocab, rank)
-            found["candidate_selector.successor_codebook"] = (own, rank)
-            found["candidate_selector.hidden_projection.weight"] = (rank, hidden)
-            return found
-        found["markov_head.markov_w1.weight"] = (vocab, rank)
-        found["markov_head.markov_w2.weight"] = (own, rank)
+            shapes["candidate_selector.predecessor_codebook"] = (vocab, rank)
+            shapes["candidate_selector.successor_codebook"] = (draft_vocab, rank)
+            shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
+            return shapes
+        shapes["markov_head.markov_w1.weight"] = (vocab, rank)
+        shapes["markov_head.markov_w2.weight"] = (draft_vocab, rank)
         if self.kind != "vanilla":
             name, rows, states = ("gate", rank, 1) if self.kind == "gated" else ("joint", 3 * rank, 2)
-            found[f"markov_head.{name}_proj.weight"] = (rows, hidden + states * rank)
-            found[f"markov_head.{name}_proj.bias"] = (rows,)
-        return found
+            shapes[f"markov_head.{name}_proj.weight"] = (rows, hidden + states * rank)
+            shapes[f"markov_head.{name}_proj.bias"] = (rows,)
+        return shapes
 
 
 @dataclass(frozen=True, slots=True)
 class DFlashConfig:
-    """Shape of a draft. `block_size` is the anchor plus the drafts. Features [T, target_hidden_size] are the target's
-    residual stream after its layers `target_layer_ids`. The draft's own lm_head has `draft_vocab_size` rows.
+    """Shape of a draft. Its features [T, target_hidden_size] are the target's residual stream after chosen layers.
 
     Rows of a block predict drafts from `first_draft_row` on: 1 if row k predicts the token at position k, and 0 if it
-    predicts the next one (`sample_from_anchor`). Without a `path` each draft is its row's best token. `conv_group` is
-    the number of channels in a group of DFlash2's convolutions, 0 without them. Rows of the embedding are multiplied by
-    `embedding_scale`. `warnings` say which keys of its config.json are not used.
+    predicts the next one (`sample_from_anchor`).
     """
 
     decoder: DecoderConfig
-    block_size: int
-    target_layer_ids: tuple[int, ...]
+    block_size: int  # the anchor and the drafts
+    target_layer_ids: tuple[int, ...]  # layers of the target whose output is read
     mask_token_id: int
     target_hidden_size: int
-    draft_vocab_size: int
+    draft_vocab_size: int  # rows of the draft's lm_head
     first_draft_row: int = 1
-    path: PathConfig | None = None
-    conv_group: int = 0
-    embedding_scale: float = 1.0
-    warnings: tuple[str, ...] = field(default=(), compare=False)
+    path: PathConfig | None = None  # without one each draft is its row's best token
+    conv_group: int = 0  # channels in a group of DFlash2's convolutions, 0 without them
+    embedding_scale: float = 1.0  # factor of the embedding's rows
+    warnings: tuple[str, ...] = field(default=(), compare=False)  # about keys of config.json that are not used
 
     @property
-    def own_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the tensors, by name, that drafts of DFlash v1 have not."""
-        hidden, found = self.decoder.hidden_size, self.path.tensors(self) if self.path else {}
+    def extra_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the tensors, by name, that drafts of DFlash v1 lack."""
+        hidden = self.decoder.hidden_size
+        shapes = self.path.tensors(self) if self.path else {}
         for i in range(self.decoder.num_layers if self.conv_group else 0):
             for name in (f"layers.{i}.attention_conv", f"layers.{i}.mlp_conv"):
-                found[f"{name}.base_kernel"] = (2, 2, hidden)
-                found[f"{name}.kernel_projection.weight"] = (4 * hidden // self.conv_group, hidden)
-        return found
+                shapes[f"{name}.base_kernel"] = (2, 2, hidden)
+                shapes[f"{name}.kernel_projection.weight"] = (4 * hidden // self.conv_group, hidden)
+        return shapes

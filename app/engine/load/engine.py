@@ -57,7 +57,7 @@ Join = Callable[[Backend], Rank]
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A loaded engine and its settled sizes. `states` are those of a hybrid."""
+    """A loaded engine and its settled sizes."""
 
     core: EngineCore
     sizes: Sizes
@@ -65,7 +65,7 @@ class Engine:
     dtype: str
     target: DecoderConfig
     draft: DFlashConfig | None
-    states: StatePool | None
+    states: StatePool | None  # of a hybrid target
 
 
 def build_engine(
@@ -74,7 +74,7 @@ def build_engine(
     open_weights: OpenWeights = SafetensorsWeights,
     join: Join = lambda backend: Rank(),
 ) -> Engine:
-    """Load and warm up an engine. `open_weights` may open others than the folders' files, and `join` returns rank 0.
+    """Load and warm up an engine. `open_weights` opens a checkpoint's weights, and `join` returns rank 0.
     Raises UnsupportedError for what would run wrongly or does not fit, before weights are read if possible."""
     backend = _backend(config, rank=0)
     with _annotated(backend):
@@ -145,16 +145,16 @@ def _runner(
     on_graph: Callable[[int, int], None] | None = None,
 ) -> ModelRunner:
     """Return a runner over new KV memory. With `on_graph` it captures graphs if planned."""
-    sizes, vocab, of_all = plan.sizes, plan.target.vocab_size, (plan.dtype, backend)
+    sizes, vocab = plan.sizes, plan.target.vocab_size
     sampler = Sampler(vocab, backend) if comm.size == 1 else ShardedSampler(vocab, backend, comm)
     counts = TokenCounts(sizes.max_num_seqs, vocab, backend)
-    hybrid, first = states is not None, plan.draft.first_draft_row if plan.draft else 1
-    apart = backend.separate_prefill or hybrid  # a recurrent layer reads decoding rows and chunks as groups
+    hybrid = states is not None
+    separate_prefill = backend.separate_prefill or hybrid  # a recurrent layer reads decoding rows and chunks as groups
     graph_sizes = plan.graph_sizes if on_graph else None
     layout = Layout(
         sizes.page_size,
-        separate_prefill=apart,
-        first_draft_row=first,
+        separate_prefill=separate_prefill,
+        first_draft_row=plan.draft.first_draft_row if plan.draft else 1,
         hybrid=hybrid,
         host_positions=backend.lengths_on_host,
         graphs=graph_sizes,
@@ -162,15 +162,17 @@ def _runner(
         window_pages=sizes.window_pages,
     )
     length = max(sizes.padded_len, plan.max_rows)
-    tables = {(d.rope, d.head_dim): RotaryTable(d.rope, d.head_dim, length, *of_all) for d in plan.decoders}
+    tables = {(d.rope, d.head_dim): RotaryTable(d.rope, d.head_dim, length, plan.dtype, backend) for d in plan.decoders}
     rotaries = [tables[d.rope, d.head_dim] for d in plan.decoders]  # one lookup for target and context KV
-    pools, drafter = [KvPool(plan.target, num_pages, sizes.page_size, *of_all, states)], None
+    pools = [KvPool(plan.target, num_pages, sizes.page_size, plan.dtype, backend, states)]
+    drafter = None
     if plan.draft and draft:
-        own = num_draft_pages(sizes) if plan.num_pages else 0  # made-up sequences have the same pages in both
-        pools.append(KvPool(plan.draft.decoder, own or num_pages, sizes.page_size, *of_all))
+        separate = num_draft_pages(sizes) if plan.num_pages else 0  # made-up sequences have the same pages in both
+        pools.append(KvPool(plan.draft.decoder, separate or num_pages, sizes.page_size, plan.dtype, backend))
         drafter = DFlashDrafter(draft, pools[1], rotaries[1], sampler, backend)
     forward = Forward(target, pools[0], rotaries[0], sampler, backend, sizes.page_size, plan.max_rows, drafter)
-    graphs, pages = None, max(sizes.pages_per_sequence, sizes.scratch_pages)
+    graphs = None
+    pages = max(sizes.pages_per_sequence, sizes.scratch_pages)
     try:
         if on_graph and graph_sizes:
             graphs = StepGraphs(forward, layout, counts, pages=pages, on_graph=on_graph, comm=comm)
@@ -191,9 +193,9 @@ def _warm(runner: ModelRunner, plan: Plan, on_progress: Progress) -> Engine:
     overlap = graphs is not None and (bool(graphs.draft_graphs) or runner.forward.drafter is None)
 
     def core(policy: Policy) -> EngineCore:
-        of_pages, own = (sizes.page_size, sizes.scratch_pages), num_draft_pages(sizes)
+        num_separate = num_draft_pages(sizes)
         scheduler = Scheduler(
-            PagePool(plan.num_pages, *of_pages),
+            PagePool(plan.num_pages, sizes.page_size, sizes.scratch_pages),
             max_num_seqs=sizes.max_num_seqs,
             max_num_batched_tokens=sizes.max_num_batched_tokens,
             max_model_len=sizes.max_model_len,
@@ -201,12 +203,15 @@ def _warm(runner: ModelRunner, plan: Plan, on_progress: Progress) -> Engine:
             prefix_caching=config.prefix_caching and (states is None or states.num_checkpoints > 0),
             policy=policy,
             states=make_state_slots(states, sizes) if states else None,
-            draft_pages=DraftPages(own, *of_pages, sizes.draft_window) if own else None,
+            draft_pages=DraftPages(num_separate, sizes.page_size, sizes.scratch_pages, sizes.draft_window)
+            if num_separate
+            else None,
         )
         return EngineCore(scheduler, runner, overlap=overlap)
 
     # The first client should not pay for lazy initialisation. The cached pages and counters go with this core.
-    first, num_steps = core(Policy(sizes.block_size)), 2  # one without drafts and one with a block, which may be slow
+    first = core(Policy(sizes.block_size))
+    num_steps = 2  # one without drafts and one with a block, which may be slow
     first.add(Request("warm-up", (0,), max_tokens=min(num_steps * sizes.block_size, sizes.max_model_len - 1)))
     for done in range(num_steps):
         if first.has_work:
@@ -220,5 +225,4 @@ def _warm(runner: ModelRunner, plan: Plan, on_progress: Progress) -> Engine:
     serving = core(Policy(sizes.block_size, costs, config.verify if isinstance(config.verify, int) else None))
     if config.cache_events:
         serving.scheduler.events = CacheEvents()
-    shapes = plan.target, plan.draft, states
-    return Engine(serving, sizes, str(backend.device), name_of(plan.dtype), *shapes)
+    return Engine(serving, sizes, str(backend.device), name_of(plan.dtype), plan.target, plan.draft, states)

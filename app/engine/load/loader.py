@@ -31,11 +31,12 @@ _KINDS = {
 _PRODUCT = re.compile(r"layers\..*(_proj|in_proj_(qkvz?|z))\.weight")
 _PACKED = re.compile(r"(?<=\.experts\.)\d+|\b(gate|up|[qkv])(?=_proj\.)|(?<=\.in_proj_)(qkv|z)\b")
 _LEFT_OUT = re.compile(rf"{'|'.join(OTHER_PARTS)}|.*({'|'.join(COMPANIONS)}|quant_bias|_scales)$")
-"""Weights of products, in whose names differs which are quantised together or not at all; and what is not kept."""
+"""Names of products' weights; the part of a name in which weights of one pack differ, which are quantised together or
+not at all; and names of what is not kept."""
 
 OpenWeights = Callable[[Checkpoint, torch.device, torch.dtype, Callable[[int, int], None], Collection[str]], Weights]
-"""Opens the weights of a checkpoint, for a device and a dtype. A function gets (bytes read, bytes in all). The last are
-the stored dtypes that the device keeps."""
+"""Opens the weights of a checkpoint, for a device and a dtype. The function is called with (bytes read, total bytes),
+and the collection has the stored dtypes that the device keeps."""
 
 
 def target_class(model_type: str) -> type[Target]:
@@ -46,7 +47,7 @@ def target_class(model_type: str) -> type[Target]:
 
 class SafetensorsWeights:
     """The safetensors of one checkpoint, single or sharded, read straight to the device when asked for. Raises
-    UnsupportedError if they are not whole. `get` returns a quantised weight as the numbers that it stands for."""
+    UnsupportedError if they are not whole. `get` returns a quantised weight dequantised."""
 
     def __init__(
         self,
@@ -77,8 +78,8 @@ class SafetensorsWeights:
         for name, (_, _, shape, kind) in self._files.items():
             wide = narrow = math.prod(shape) * self._dtype.itemsize * (2 if name.endswith("_blocks") else 1)
             if _PRODUCT.fullmatch(name) and len(shape) == 2 and (kind in QUANTISED_DTYPES or to_int8):
-                scales = (self._files.get(name.removesuffix("weight") + scale) for scale in SCALES)
-                in_blocks = any(found and found.shape[1:] not in ([], [1]) for found in scales)
+                scales = (self._files.get(name.removesuffix("weight") + kind) for kind in SCALES)
+                in_blocks = any(scale and scale.shape[1:] not in ([], [1]) for scale in scales)
                 groups = shape[1] // math.gcd(shape[1], self._scales.block[1]) if in_blocks else 1
                 data = torch.empty(shape, dtype=torch.float8_e4m3fn if kind == "F8_E4M3" else torch.int8, device="meta")
                 weight = QuantisedWeight(data, torch.empty(shape[0], groups, device="meta"), self._dtype)
@@ -114,7 +115,7 @@ class SafetensorsWeights:
         return QuantisedWeight(data.to(self._place), self._scales.of(name, shape, part).to(self._place), dtype)
 
     def _read_stored(self, name: str, shape: Sequence[int], part: Part | None) -> Tensor:
-        """Return a tensor that a model asks for as it is stored, or a part of it, and tell how much was read."""
+        """Return a stored tensor that a model asks for, or a part of it, and report the progress."""
         tensor = self._stored(name, part)
         self._used.add(name)
         self._read += tensor.nbytes if part is None else tensor.nbytes // tensor.shape[part.axis] * shape[part.axis]
@@ -122,12 +123,12 @@ class SafetensorsWeights:
         return tensor
 
     def _stored(self, name: str, part: Part | None = None) -> Tensor:
-        """Return a tensor as it is stored, or a part of it."""
+        """Return a stored tensor, or a part of it."""
         path, stored_name, _, _ = self._files[name]
         if part is None:
             return cast(Tensor, self._open[path].get_tensor(stored_name))
         stored, before = self._open[path].get_slice(stored_name), (slice(None),) * part.axis
-        read = [stored[(*before, slice(own.start, own.stop))] for own in part.ranges]
+        read = [stored[(*before, slice(rows.start, rows.stop))] for rows in part.ranges]
         return read[0].contiguous() if len(read) == 1 else torch.cat(read, dim=part.axis)
 
     @property
@@ -138,7 +139,7 @@ class SafetensorsWeights:
         self._used.add(name)
 
     def close(self) -> None:
-        """Let go of the files. Raises UnsupportedError if they hold a tensor that no model asked for."""
+        """Close the files. Raises UnsupportedError if they hold a tensor that no model asked for."""
         self._open.clear()
         self._on_progress(self._total, self._total)
         if unused := sorted(set(self._files) - self._used):
@@ -149,7 +150,7 @@ class SafetensorsWeights:
 
 
 class Int8Weights:
-    """Weights of products that become int8 while they are read (`--quantization int8`). Others stay as they are."""
+    """Weights of products that become int8 while they are read (`--quantization int8`). Others do not change."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights

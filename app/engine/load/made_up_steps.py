@@ -22,13 +22,14 @@ MAX_SECONDS = 10
 """Time for all steps. A step begins only if it is expected to end by then, and its cost is scaled otherwise."""
 _SECONDS = 2.0
 """Time after which only the smallest and the largest number of sequences are timed, and those once."""
-_ROUNDS, _IN_A_ROW = 6, 3
-"""Rounds, and steps of a shape in each, of which the last is timed."""
+_ROUNDS = 6
+_IN_A_ROW = 3
+"""Consecutive steps of a shape in a round. The last of them is timed."""
 _SLOW_MS = 100.0
 """A step that takes longer is timed at once, because previous steps like it would save few of its milliseconds."""
 _CONTEXT = 128
-"""Tokens before the rows, like in an answer. Without context a plain step would look too cheap, because context is more
-of its time than of a step that drafts."""
+"""Tokens before the rows, like in an answer. Without context a plain step would look too cheap, because context takes a
+larger part of its time than of a step that drafts."""
 
 
 def step_memory(runner_over: Callable[[int], ModelRunner], backend: Backend, sizes: Sizes) -> int:
@@ -50,12 +51,13 @@ def _widest_step(sizes: Sizes) -> Batch:
     """Return a step that verifies whole blocks, all drawn with penalties, of all sequences. Prompts take the rest."""
     seqs, block = sizes.max_num_seqs, sizes.block_size
     batch = made_up(Shape(seqs, seqs, block, block), sizes, context=0, temperature=1.0)
-    page = pages_of(seqs, sizes)
+    num_pages = pages_of(seqs, sizes)
     rest = min(sizes.max_num_batched_tokens, seqs * sizes.max_model_len) - seqs * block
     while rest > 0:
         rows = min(rest, sizes.max_model_len)
-        first, page = page, page - (-rows // sizes.page_size)
-        batch.prefills.append(ScheduledSequence(_sequence(rows, range(first, page), 1.0), 0, rows, needs_logits=False))
+        first, num_pages = num_pages, num_pages - (-rows // sizes.page_size)
+        seq = _sequence(rows, range(first, num_pages), 1.0)
+        batch.prefills.append(ScheduledSequence(seq, 0, rows, needs_logits=False))
         rest -= rows
     return batch
 
@@ -100,9 +102,9 @@ def measure_costs(
     overlap: bool = False,
 ) -> CostTable:
     """Time decode steps of 1, 2, 4 ... sequences in the shapes of `shapes`, on free pages, and return their costs.
-    Blocks are as wide as those of the runner's graphs, if it has some. With `overlap` a step is launched before the
+    Blocks have the widths of the runner's graphs, if there are any. With `overlap` a step is launched before the
     previous one is read. The quickest of several times counts, because other load only makes steps slower. Sizes that
-    need more than `num_pages` are left out. `on_progress` gets the seconds that are over, and `MAX_SECONDS`."""
+    need more than `num_pages` are left out. `on_progress` is called with (seconds elapsed, MAX_SECONDS)."""
     seqs = sorted({*(1 << i for i in range(sizes.max_num_seqs.bit_length())), sizes.max_num_seqs})
     seqs = [n for n in seqs if pages_of(n, sizes) <= num_pages]
     ends = (seqs[0], seqs[-1])
@@ -141,8 +143,8 @@ def _rows(shape: Shape) -> NDArray[np.int64]:
 
 
 def _with_varied_tokens(runner: ModelRunner, inputs: StepInputs) -> StepInputs:
-    """Return a step whose rows have different tokens, like those of text, in the place of anchors and drafts: rows of
-    one token have the same experts, and a wide step would look too cheap."""
+    """Replace anchors and drafts by different tokens, as in text: rows of one token would have the same experts, and a
+    wide step would look too cheap."""
     target, vocab_size = inputs.target, runner.forward.target.config.vocab_size
     target.token_source = np.arange(len(target.token_ids), dtype=np.int32)
     target.token_ids = target.token_source * 7919 % vocab_size
@@ -150,8 +152,8 @@ def _with_varied_tokens(runner: ModelRunner, inputs: StepInputs) -> StepInputs:
 
 
 def _timed(runner: ModelRunner, batch: Batch, *, overlap: bool) -> float:
-    """Return the milliseconds of a step that follows others like it, or with `overlap` those from one read to the next,
-    with a step launched between them. A slow step follows none."""
+    """Return the milliseconds of a step after others like it, or with `overlap` the time between two reads with a step
+    launched in between. A slow step is timed at once."""
 
     def launch() -> PendingStep:
         return runner.launch(_with_varied_tokens(runner, runner.layout.build(batch)))

@@ -26,22 +26,23 @@ SIZES_ONLY = partial(torch.empty, device="meta")
 MIN_MODEL_LEN = 2
 """A token of prompt and one of answer."""
 CPU_KV_BYTES = 4 << 30
-"""KV memory on a CPU if none is given. At most half of free memory is taken, because steps and others need the rest."""
+"""KV memory on a CPU if none is given. At most half of free memory, because steps and other processes need the rest."""
 CHECKPOINT_INTERVAL = PREFILL_SHARE
-"""Tokens between the places where prompts are cut, and their states kept: a chunk of as many rows reaches the next."""
+"""Tokens between the positions where prompts are cut and their states kept: one chunk of prefill reaches the next."""
 PER_SEQUENCE = 2
 """Checkpoints for each sequence that may run, if the user gives no number: after its prompt and after its answer."""
-CHECKPOINTS_PART = 1 / 4
+CHECKPOINTS_FRACTION = 1 / 4
 """Checkpoints take at most 1/4 of free memory by default; KV needs the rest."""
 
 
 def check_weights(plan: Plan, target: Weights, draft: Weights | None, backend: Backend, comm: Comm) -> None:
     """Raise UnsupportedError with both numbers if the weights are larger than the memory that is free."""
-    config, shares = plan.config, comm.size // plan.sharing  # a rank has its share, and all of embeddings and norms
-    sizes = {config.target: target.num_bytes(backend.multiplies, to_int8=config.quantization == "int8") // shares}
+    config = plan.config
+    slices = comm.size // plan.sharing  # a rank has a slice of products, and all of embeddings and norms
+    sizes = {config.target: target.num_bytes(backend.multiplies, to_int8=config.quantization == "int8") // slices}
     if config.draft and draft:
         whole = draft.num_bytes(lambda weight: False, to_int8=False)
-        sizes[config.draft] = whole // (1 if plan.whole_draft else shares)
+        sizes[config.draft] = whole // (1 if plan.whole_draft else slices)
     needed, free = sum(sizes.values()), comm.minimum(backend.memory()[0])  # no rank has read weights before this
     listed = " and ".join(f"{size >> 20} MiB of {folder}" for folder, size in sizes.items())
     told = f"the weights take {needed >> 20} MiB ({listed}), and {free >> 20} MiB are free on {backend.device}"
@@ -52,11 +53,12 @@ def check_weights(plan: Plan, target: Weights, draft: Weights | None, backend: B
 
 def make_states(plan: Plan, backend: Backend, comm: Comm) -> StatePool | None:
     """Return slots for all sequences, a spare one, and the checkpoints of the prefix cache (`schedule/state_slots.py`),
-    the same number on all ranks, or None if no layer is recurrent. Raises UnsupportedError if they do not fit."""
+    as many on all ranks, or None if no layer is recurrent. Raises UnsupportedError if they do not fit."""
     if plan.target.gated_delta is None:
         return None
-    num_slots, of_slots = plan.sizes.max_num_seqs + 1, (plan.sizes.block_size, plan.dtype)
-    needed = plan.sharing * StatePool(plan.target.gated_delta, num_slots, *of_slots, SIZES_ONLY).nbytes
+    num_slots = plan.sizes.max_num_seqs + 1
+    slot = plan.sizes.block_size, plan.dtype
+    needed = plan.sharing * StatePool(plan.target.gated_delta, num_slots, *slot, SIZES_ONLY).nbytes
     if needed > (free := backend.memory()[0]):
         raise UnsupportedError(
             f"recurrent state of --max-num-seqs {num_slots - 1} takes {needed >> 20} MiB, and {free >> 20} MiB are "
@@ -66,15 +68,15 @@ def make_states(plan: Plan, backend: Backend, comm: Comm) -> StatePool | None:
     if plan.config.prefix_caching:
         size = needed // (num_slots + 1)
         num_checkpoints = comm.minimum(checkpoints_in(plan.config, plan.sizes, size, free - needed, backend))
-    return StatePool(plan.target.gated_delta, num_slots + num_checkpoints, *of_slots, backend.zeros, num_checkpoints)
+    return StatePool(plan.target.gated_delta, num_slots + num_checkpoints, *slot, backend.zeros, num_checkpoints)
 
 
 def checkpoints_in(config: EngineConfig, sizes: Sizes, size: int, free: int, backend: Backend) -> int:
-    """Return the number of checkpoints of `size` bytes, if that many bytes are `free`. Raises UnsupportedError if the
-    memory that was given holds none, or is not there."""
+    """Return the number of checkpoints of `size` bytes for `free` bytes. Raises UnsupportedError if the given
+    --state-cache-memory holds none or exceeds them."""
     wanted = config.state_cache_memory
     if wanted is None:
-        number = min(PER_SEQUENCE * sizes.max_num_seqs, max(0, int(free * CHECKPOINTS_PART) // size))
+        number = min(PER_SEQUENCE * sizes.max_num_seqs, max(0, int(free * CHECKPOINTS_FRACTION) // size))
         if not number:
             logger.warning("prefix cache: off, because a recurrent state takes %d MiB of the free memory", size >> 20)
         return number
@@ -99,7 +101,7 @@ def make_state_slots(states: StatePool, sizes: Sizes) -> StateSlots:
 
 
 def kv_bytes(plan: Plan, backend: Backend, states: StatePool | None, step: int) -> int:
-    """Return the bytes for KV: those that were asked for, or the rest after the weights and the `step` bytes of steps.
+    """Return the bytes for KV: as given, or the rest after the weights and the `step` bytes of steps.
     Raises UnsupportedError if the given number does not fit."""
     free, total = backend.memory()
     if backend.memory_is_host and states:  # a host counts memory when it is first written
@@ -119,27 +121,32 @@ def kv_bytes(plan: Plan, backend: Backend, states: StatePool | None, step: int) 
 
 def with_pages(plan: Plan, kv_bytes: int) -> Plan:
     """Return the plan with the pages that `kv_bytes` hold. The draft gets separate ones only if they are fewer."""
-    sizes, own = plan.sizes, num_draft_pages(plan.sizes)
-    of_target, *of_draft = (plan.sharing * bytes_per_token(each, plan.dtype) for each in plan.decoders)
-    shared = min(sizes.most_pages, kv_bytes // (sizes.page_size * (of_target + sum(of_draft))))
+    sizes = plan.sizes
+    separate = num_draft_pages(sizes)
+    target_bytes, *rest = (plan.sharing * bytes_per_token(each, plan.dtype) for each in plan.decoders)
+    draft_bytes = sum(rest)
+    shared = min(sizes.most_pages, kv_bytes // (sizes.page_size * (target_bytes + draft_bytes)))
     least = sizes.pages_per_sequence + sizes.scratch_pages if plan.config.max_model_len else 0
-    if 0 < own < max(shared, least):
-        sizes, num_pages = settle_pages(plan.config, sizes, kv_bytes, of_target, own * sizes.page_size * sum(of_draft))
-        logger.info("KV: %d pages, and %d separate ones of a windowed draft, not %d for both", num_pages, own, shared)
+    if 0 < separate < max(shared, least):
+        reserved = separate * sizes.page_size * draft_bytes
+        sizes, num_pages = settle_pages(plan.config, sizes, kv_bytes, target_bytes, reserved)
+        logger.info(
+            "KV: %d pages, and %d separate ones of a windowed draft, not %d for both", num_pages, separate, shared
+        )
     else:
         sizes = replace(sizes, draft_window=0, window_pages=0)
-        sizes, num_pages = settle_pages(plan.config, sizes, kv_bytes, of_target + sum(of_draft))
+        sizes, num_pages = settle_pages(plan.config, sizes, kv_bytes, target_bytes + draft_bytes)
     return replace(plan, sizes=sizes, num_pages=num_pages)
 
 
 def settle_pages(
-    config: EngineConfig, sizes: Sizes, kv_bytes: int, token_bytes: int, of_draft: int = 0
+    config: EngineConfig, sizes: Sizes, kv_bytes: int, token_bytes: int, reserved: int = 0
 ) -> tuple[Sizes, int]:
-    """Return the sizes, and the pages in `kv_bytes` less those `of_draft`, with scratch pages, at most as many as all
+    """Return the sizes, and the pages in `kv_bytes` less `reserved` bytes, with scratch pages, at most as many as all
     sequences can use. One sequence of `max_model_len` must fit, which is shortened until it does if the user left it
     open. Otherwise raises UnsupportedError with the numbers."""
     page_bytes = sizes.page_size * token_bytes
-    num_pages = max(0, kv_bytes - of_draft) // page_bytes
+    num_pages = max(0, kv_bytes - reserved) // page_bytes
     needed = sizes.pages_per_sequence + sizes.scratch_pages
     if num_pages < needed and config.max_model_len is None:
         fitting = (num_pages - sizes.scratch_pages) * sizes.page_size - 2 * sizes.block_size
@@ -150,6 +157,6 @@ def settle_pages(
         raise UnsupportedError(
             f"{max(0, kv_bytes) / 2**20:.0f} MiB for KV hold {num_pages} pages of {sizes.page_size} tokens, but one "
             f"sequence of --max-model-len {sizes.max_model_len} needs {needed}: give --kv-cache-memory "
-            f"{-(-(needed * page_bytes + of_draft) // 2**20)}MiB, or a smaller --max-model-len"
+            f"{-(-(needed * page_bytes + reserved) // 2**20)}MiB, or a smaller --max-model-len"
         )
     return sizes, min(num_pages, sizes.most_pages)

@@ -29,18 +29,20 @@ def read_models(
     plan: Plan, models: Models, backend: Backend, comm: Comm, open_weights: OpenWeights, on_progress: Progress
 ) -> tuple[Target, DFlashModel | None]:
     """Read both models. The draft's files are opened, and refused if need be, before the target's are read."""
-    config, shape, of_draft = plan.config, plan.draft, None
+    config, shape = plan.config, plan.draft
+    draft_weights = None
 
     def opened(checkpoint: Checkpoint, on_read: Callable[[int, int], None] = lambda *_: None) -> Weights:
         return open_weights(checkpoint, backend.device, plan.dtype, on_read, backend.quantised_dtypes)
 
     stored = opened(models.target_files, partial(on_progress, "target"))
     if models.draft_files and shape:
-        of_draft = opened(models.draft_files, partial(on_progress, "draft"))
-        refuse_foreign_tensors(of_draft.names, shape)
+        draft_weights = opened(models.draft_files, partial(on_progress, "draft"))
+        refuse_foreign_tensors(draft_weights.names, shape)
     rotation = read_rotation(models.target_files, backend, plan.target.hidden_size) if config.draft else None
-    check_weights(plan, stored, of_draft, backend, comm)
-    family, target_layer_ids = target_class(plan.target.model_type), shape.target_layer_ids if shape else ()
+    check_weights(plan, stored, draft_weights, backend, comm)
+    family = target_class(plan.target.model_type)
+    target_layer_ids = shape.target_layer_ids if shape else ()
     weights = Int8Weights(stored) if config.quantization == "int8" else stored
     target = family(plan.target, weights, backend, target_layer_ids, comm)
     stored.close()
@@ -48,7 +50,7 @@ def read_models(
         told = "target: %d MiB of weights stay in 8 bits; others that are quantised became %d MiB of the engine's dtype"
         logging.getLogger(__name__).info(told, *sizes)
     use_operator(target, plan.target, backend, comm, target_layer_ids)
-    if shape is None or of_draft is None or config.draft is None:
+    if shape is None or draft_weights is None or config.draft is None:
         return target, None
     shared = target.embedding, target.lm_head
     if rotation is not None:
@@ -56,12 +58,12 @@ def read_models(
         def original(checkpoint: Checkpoint) -> Weights:
             return family.adapt(opened(checkpoint), plan.target)
 
-        shared = turned_back(config, shape, of_draft, rotation, *shared, original, backend)
-    draft = DFlashModel(shape, of_draft, backend, *shared, comm, ALONE if plan.whole_draft else comm)
+        shared = turned_back(config, shape, draft_weights, rotation, *shared, original, backend)
+    draft = DFlashModel(shape, draft_weights, backend, *shared, comm, ALONE if plan.whole_draft else comm)
     if rotation is not None:
         draft.fc = turned_fc(draft.fc, rotation, backend)
     draft.mask_row = read_mask_row(config.draft, shape, draft.norm)
-    of_draft.close()
+    draft_weights.close()
     use_operator(draft, shape.decoder, backend, comm)
     return target, draft
 
@@ -69,12 +71,12 @@ def read_models(
 def use_operator(
     model: Target | DFlashModel, config: DecoderConfig, backend: Backend, comm: Comm, taps: tuple[int, ...] = ()
 ) -> None:
-    """Let one operator run the model's layers if all are dense, on one rank, and the device has one."""
+    """Make one operator run all layers of the model, if they are dense, on one rank, and the device has one."""
     layers = []
     for layer in model.layers:
-        own = layer.attention
-        if type(own) is not Attention or layer.mixture or comm.size > 1 or isinstance(layer, ConvolvedLayer):
+        at = layer.attention
+        if type(at) is not Attention or layer.mixture or comm.size > 1 or isinstance(layer, ConvolvedLayer):
             return
-        of_attention = own.qkv, own.qkv_bias, own.q_norm, own.k_norm, own.sinks, own.o, own.o_bias
-        layers.append((layer.input_norm, *of_attention, layer.post_attention_norm, layer.gate_up, layer.down))
+        attention = at.qkv, at.qkv_bias, at.q_norm, at.k_norm, at.sinks, at.o, at.o_bias
+        layers.append((layer.input_norm, *attention, layer.post_attention_norm, layer.gate_up, layer.down))
     model.whole = backend.decoder(layers, model.norm, config, taps)

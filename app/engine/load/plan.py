@@ -22,24 +22,22 @@ logger = logging.getLogger(__name__)
 
 MIN_BATCHED_TOKENS = 2048
 PREFILL_SHARE = 512
-"""Rows a derived token budget leaves to prefill when every sequence verifies a whole block."""
+"""Rows that a derived token budget leaves for prefill when every sequence verifies a whole block."""
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Settled sizes. `block_size` is 1 without a draft. A sequence's pages cover `padded_len` positions. Padded page
-    tables and padding rows point to the first `scratch_pages` pages. The draft may have separate
-    pages, `window_pages` for a decoding sequence, which keep `draft_window` tokens before its rows."""
+    """Settled sizes."""
 
-    block_size: int
+    block_size: int  # 1 without a draft
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     page_size: int
-    scratch_pages: int = SCRATCH_PAGES
-    draft_window: int = 0
-    window_pages: int = 0
+    scratch_pages: int = SCRATCH_PAGES  # the first pages, where padded page tables and padding rows point
+    draft_window: int = 0  # tokens before a sequence's rows that separate pages of the draft keep, 0 without such pages
+    window_pages: int = 0  # separate pages of a decoding sequence
 
     @property
     def padded_len(self) -> int:
@@ -58,8 +56,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Shapes, dtype and sizes of an engine, or of one rank's share of it. `sharing` ranks share one memory: all of them
-    on a host, else each has its own. `num_pages` are settled last."""
+    """Shapes, dtype and sizes of an engine, or of one rank's slice of it."""
 
     config: EngineConfig
     target: DecoderConfig
@@ -67,8 +64,8 @@ class Plan:
     dtype: torch.dtype
     sizes: Sizes
     graph_sizes: GraphSizes | None
-    sharing: int = 1
-    num_pages: int = 0
+    sharing: int = 1  # ranks that share one memory: all of them on a host, else one
+    num_pages: int = 0  # settled last
 
     @property
     def decoders(self) -> list[DecoderConfig]:
@@ -85,7 +82,7 @@ class Plan:
         return max(self.sizes.max_num_batched_tokens, self.graph_sizes.max_rows if self.graph_sizes else 0)
 
     def shard(self, size: int) -> "Plan":
-        """Return the plan of one of `size` ranks, which has its share of the target and of a draft that is split."""
+        """Return the plan of one of `size` ranks, which has a slice of the target and of a draft that is split."""
         draft = self.draft
         if draft and not self.whole_draft:
             draft = replace(draft, decoder=shard(draft.decoder, size))
@@ -104,7 +101,7 @@ def make_plan(config: EngineConfig, models: Models, backend: Backend) -> Plan:
         sizes = replace(sizes, scratch_pages=-(-graph_sizes.max_rows // sizes.page_size))
     windows = [mask.window or 0 for mask in draft.decoder.masks] if draft else [0]
     if min(windows):
-        window = max(*windows, MAX_PENDING)  # rows of so many steps may be written late
+        window = max(*windows, MAX_PENDING)  # rows of up to MAX_PENDING steps may be written late
         sizes = replace(sizes, draft_window=window, window_pages=window_pages(window, block_size, sizes.page_size))
     sharing = config.tensor_parallel_size if backend.memory_is_host else 1
     return Plan(config, target, draft, dtype, sizes, graph_sizes, sharing)
@@ -115,20 +112,21 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def dtype_of(config: EngineConfig, target: DecoderConfig, backend: Backend) -> torch.dtype:
-    """Return the dtype that was asked for. "auto" is the checkpoint's own, if the backend has no reason against it."""
+    """Return the given dtype. "auto" is the checkpoint's, if the backend has no reason against it."""
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
-    own, default = _DTYPES.get(target.dtype, torch.float32), backend.defaults.dtype
-    is_narrow, moe = own.itemsize < default.itemsize, target.moe
+    stored, default = _DTYPES.get(target.dtype, torch.float32), backend.defaults.dtype
+    is_narrow = stored.itemsize < default.itemsize
+    moe = target.moe
     inner = moe.num_experts * moe.intermediate_size if moe else target.intermediate_size
-    if reason := backend.why_not(own, 2 * inner * target.hidden_size):
-        half = f"; --dtype {name_of(own)} takes half the memory" if is_narrow else ""
-        logger.info("dtype %s, not the checkpoint's %s: %s%s", name_of(default), name_of(own), reason, half)
+    if reason := backend.why_not(stored, 2 * inner * target.hidden_size):
+        half = f"; --dtype {name_of(stored)} takes half the memory" if is_narrow else ""
+        logger.info("dtype %s, not the checkpoint's %s: %s%s", name_of(default), name_of(stored), reason, half)
         return default
     if is_narrow:
         exact = "takes twice the memory, and leaves texts with drafts equal but for margins below 1e-4"
-        logger.info("dtype %s, like the checkpoint; --dtype %s %s", name_of(own), name_of(default), exact)
-    return own
+        logger.info("dtype %s, like the checkpoint; --dtype %s %s", name_of(stored), name_of(default), exact)
+    return stored
 
 
 def settle_sizes(config: EngineConfig, block_size: int, model_limit: int, defaults: Defaults) -> Sizes:

@@ -15,7 +15,7 @@ _COPIED = "KV heads", "key heads in its recurrent layers"  # more ranks than hea
 
 
 class Facts(NamedTuple):
-    """What decides: the settings, and once known the models, the dtype and the kind of device: cpu, cuda or npu."""
+    """The settings, and once known the models, the dtype and the kind of device: cpu, cuda or npu."""
 
     config: EngineConfig
     target: DecoderConfig | None = None
@@ -29,8 +29,8 @@ class Facts(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """A setting that is refused with `other` if `applies`. Facts, and what it found, fill the texts. `why` ends with
-    what to do, after a semicolon."""
+    """A setting that is refused with `other` if `applies`. Facts and its result fill the texts. `why` ends with what to
+    do, after a semicolon."""
 
     flag: str
     other: str
@@ -125,7 +125,7 @@ REFUSALS = (
         "--tensor-parallel-size {config.tensor_parallel_size}",
         "heads, experts or a vocabulary that it does not divide; KV heads may divide it",
         _indivisible,
-        "{found}; give a divisor of it",
+        "{result}; give a divisor of it",
     ),
 )
 
@@ -133,9 +133,9 @@ REFUSALS = (
 def check(facts: Facts) -> None:
     """Raise UnsupportedError for the first combination that is refused."""
     for refusal in REFUSALS:
-        if found := refusal.applies(facts):
+        if result := refusal.applies(facts):
             known = {"kind": facts.kind, "block_size": facts.block_size, "size": facts.config.tensor_parallel_size}
-            raise UnsupportedError(f"{refusal.flag}: {refusal.why}".format(config=facts.config, found=found, **known))
+            raise UnsupportedError(f"{refusal.flag}: {refusal.why}".format(config=facts.config, result=result, **known))
 
 
 def check_models(config: EngineConfig) -> Mapping[str, Any]:

@@ -27,16 +27,16 @@ class Scales:
     def of(self, weight: str, shape: Sequence[int], part: Part | None) -> Tensor:
         """Return the scales [rows, groups] fp32 of a weight of `shape`, or of a part of it. Raises UnsupportedError."""
         stem = weight.removesuffix(".weight")
-        found = {kind: self._read(f"{stem}.{kind}") for kind in COMPANIONS if f"{stem}.{kind}" in self._names}
-        self._used.update(f"{stem}.{kind}" for kind in found)
+        stored = {kind: self._read(f"{stem}.{kind}") for kind in COMPANIONS if f"{stem}.{kind}" in self._names}
+        self._used.update(f"{stem}.{kind}" for kind in stored)
         if not self.has_bias(f"{stem}.bias"):
             self._used.add(f"{stem}.quant_bias")
-        if "weight_offset" in found and found["weight_offset"].any():
+        if "weight_offset" in stored and stored["weight_offset"].any():
             raise UnsupportedError(f"{self._folder}: {stem}.weight_offset is not 0, which is not supported yet")
-        kind = next(kind for kind in SCALES if kind in found)
-        scales = found[kind]
+        kind = next(kind for kind in SCALES if kind in stored)
+        scales = stored[kind]
         if kind == "deq_scale":
-            scales = _deq_scale(scales) / found["input_scale"].cpu()
+            scales = _deq_scale(scales) / stored["input_scale"].cpu()
         scales = scales.float().cpu()
         scales = scales.reshape(len(scales), -1) if scales.ndim else scales.reshape(1, 1)
         for axis in (0, 1):
@@ -48,14 +48,14 @@ class Scales:
         if count not in (1, size, -(-size // block)):
             both = f"{list(scales.shape)}, and its weight is {list(shape)} in blocks of {list(self.block)}"
             raise UnsupportedError(f"{self._folder}: {name} is {both}")
-        own = torch.arange(size)
+        rows = torch.arange(size)
         if part and part.axis == axis:
-            own = Part(0, part.ranges).of(own)
-        places = own if count == size else own // block if count > 1 else torch.zeros_like(own)
-        if axis:  # as many columns together as have one scale everywhere
-            edges = (places.diff().nonzero() + 1).flatten().tolist()
-            places = places[:: gcd(len(own), *edges)]
-        return scales.index_select(axis, places)
+            rows = Part(0, part.ranges).of(rows)
+        indices = rows if count == size else rows // block if count > 1 else torch.zeros_like(rows)
+        if axis:  # group the most columns that have one scale everywhere
+            edges = (indices.diff().nonzero() + 1).flatten().tolist()
+            indices = indices[:: gcd(len(rows), *edges)]
+        return scales.index_select(axis, indices)
 
     def has_bias(self, name: str) -> bool:
         """Return True if `name` is not stored, and `quant_bias` holds such a bias. Raises UnsupportedError if both are

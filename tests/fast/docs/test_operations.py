@@ -115,7 +115,7 @@ def test_the_limits_that_are_told_are_the_codes_own() -> None:
 
 def test_the_table_of_settings_that_do_not_go_together_is_the_codes_own() -> None:
     rows = [
-        (f"`{row.flag.partition(' {')[0]}`", row.other, re.sub(r"{.*?}", "N", why.replace("{found}", "")))
+        (f"`{row.flag.partition(' {')[0]}`", row.other, re.sub(r"{.*?}", "N", why.replace("{result}", "")))
         for row in REFUSALS
         for why, _ in [row.why.rsplit("; ", 1)]
     ]
