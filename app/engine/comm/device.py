@@ -11,13 +11,13 @@ KEPT_NUMBERS = 1 << 20
 """Numbers of a result that all_gather keeps memory for. A pair for each of 65,536 rows of 8 ranks has as many."""
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Gather into one tensor. Its name is another one from torch 2.13 on."""
+"""Gather into one tensor. Its name changes in torch 2.13."""
 
 
 class DeviceComm(Comm):
     """Ranks that have a device each. Collectives are queued on it without a wait of the host, and graphs hold them.
 
-    What a graph captures reads and writes the same memory at each replay: a sum takes the place of its part, and small
+    What a graph captures reads and writes the same memory at each replay: a sum overwrites its input, and small
     results of `all_gather` have memory that lasts (a capture of others' memory lost its values, vllm-ascend#10311).
     Numbers on the host go through Gloo.
     """
@@ -30,7 +30,7 @@ class DeviceComm(Comm):
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return `Comm.all_gather`, in memory that the next call may overwrite."""
-        gathered = self._room(x)
+        gathered = self._memory_for(x)
         _gather(gathered, x.contiguous().flatten())
         return gathered.view(self.size, *x.shape)
 
@@ -39,12 +39,12 @@ class DeviceComm(Comm):
         return x
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' `x`, in its place. The library chooses the order of more than two."""
+        """Return the sum of all ranks' `x`, in place. The library chooses the order of more than two."""
         total = x.contiguous()
         dist.all_reduce(total)
         return total
 
-    def _room(self, x: Tensor) -> Tensor:
+    def _memory_for(self, x: Tensor) -> Tensor:
         count = self.size * x.numel()
         if count > KEPT_NUMBERS:
             return x.new_empty(count)

@@ -21,7 +21,7 @@ LOG2_E = tl.constexpr(log2(e))
 TILE_ROWS = 16
 """Query rows that share a tile, so one pass over K and V. Each row takes `group` rows of the tile's matrix."""
 SEARCHED_SEQS = tl.constexpr(128)
-"""Sequences that a tile searches at a time for its own."""
+"""Sequences that a tile searches at a time to find the one that it belongs to."""
 MAX_SPLITS = 16
 COMBINED_PARTIALS = 32
 """Partial results that a program of `combine` reads, of that many heads divided by the splits."""
@@ -45,20 +45,15 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Shape of a launch.
+    """Shape of a launch."""
 
-    `rows` are the query rows of a tile. `tiles` are over all sequences, and a tile without rows ends at once. K and V
-    of each tile are split over `splits` programs, which read `tokens` at a time. `warps` and `stages` are Triton's.
-    With a `chunk` of tokens the programs of a tile share fixed chunks of that size; 0 gives each one contiguous share.
-    """
-
-    rows: int
-    tiles: int
-    splits: int
-    tokens: int
+    rows: int  # query rows of a tile
+    tiles: int  # over all sequences; a tile without rows ends at once
+    splits: int  # programs of a tile, among which its K and V are split
+    tokens: int  # that a program reads at a time
     warps: int
     stages: int
-    chunk: int = 0
+    chunk: int = 0  # tokens of a fixed chunk; 0 gives each program of a tile one contiguous range
 
 
 def tile_of(heads: Heads, dtype: torch.dtype, *, plain: bool, fixed: bool) -> tuple[int, int, int]:
@@ -86,8 +81,8 @@ def geometry(
     """
     num_seqs, num_rows, plain = len(query_lens), sum(query_lens), max(query_lens) <= 1 and not fixed
     narrow, wide = dtype.itemsize <= 2, heads.head_dim > 128
-    # A head of more than 128 dims takes as many registers as the tile of a narrower one, and fp32 those of q thrice.
-    # Fixed chunks take those of a sum next to the chunk's own.
+    # A head of more than 128 dims takes as many registers as the tile of a narrower one, and q in fp32 three times as
+    # many. Fixed chunks take registers for a second sum.
     rows = 1 if plain else TILE_ROWS if narrow else TILE_ROWS // (8 if wide else 4 if fixed else 2)
     # Least number of tiles with work, but for padding. A multiprocessor gets at most two programs of one row, or one of
     # more rows. With twice as many, attention took up to half as long again on an H200.
@@ -114,8 +109,8 @@ def paged_attention(
 ) -> Tensor:
     """Return `Backend.attention`. The kernel reads the lengths of `meta` on the device when it runs.
 
-    Partial results of a tile of one row are added by its last program, and those of more rows by `combine`, because one
-    program would read half a megabyte of them.
+    Partial results of a tile are added by its last program if it has one row, else by `combine`, because one program
+    would read half a megabyte of them.
     """
     num_rows, heads, dim = q_thd.shape
     page_size, kv_heads = kv.k.shape[1:3]
@@ -341,7 +336,7 @@ def store_partial(sum_ptr, partial_ptr, partial, highest, total, acc, is_row, DI
 def add_partials(highest, total, acc, sum_ptr, partial_ptr, first, count, most, DIM, IN_FLIGHT):
     """Return (sum of weights, o) of heads [M] with the `count` [M] partial results from `first` [M] on, in order.
 
-    Reads bypass the multiprocessor's own cache, which may still have the partial results of an earlier launch.
+    Reads bypass the multiprocessor's L1 cache, which may still have the partial results of an earlier launch.
     """
     for block in range(0, most, IN_FLIGHT):
         for i in tl.static_range(IN_FLIGHT):
@@ -356,7 +351,7 @@ def add_partials(highest, total, acc, sum_ptr, partial_ptr, first, count, most, 
 
 @triton.jit
 def scaled(acc, total, o_ptr):
-    """Return o in its own type. A row that sees nothing has zeros."""
+    """Return o in the dtype of `o_ptr`. A row that sees nothing has zeros."""
     return (acc / tl.where(total > 0.0, total, 1.0)[:, None]).to(o_ptr.dtype.element_ty)
 
 

@@ -23,7 +23,7 @@ DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS")
 """Parts of messages after which no other call of the process can use the device."""
 HEAD_DIMS = (16, 32, 64, 128, 256)
 FEW_ROWS = 16
-"""Rows an expert, on average, up to which our kernel is used: those of its tile, so each weight is read about once."""
+"""Average rows of an expert up to which our kernel is used: the rows of its tile, so each weight is read about once."""
 MANY_ROWS = 256
 """Rows up to which our kernel multiplies by a quantised weight; above, cuBLAS by numbers that a launch dequantised
 (docs/results/h200/quantised-products.txt)."""
@@ -69,7 +69,7 @@ class CudaBackend(TorchBackend):
         return DeviceComm(meeting, "cpu:gloo,cuda:nccl")
 
     def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> Any:
-        """Return None, because our attention plans nothing ahead."""
+        """Return None, because the kernel reads lengths on the device."""
         return None
 
     def attention(
@@ -78,7 +78,7 @@ class CudaBackend(TorchBackend):
         return paged_attention(q_thd, kv, meta, mask, self.geometry(q_thd, kv, meta), sinks)
 
     def geometry(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Geometry:
-        """Return the shape of the launch. A graph holds that of its capture."""
+        """Return the shape of the launch, which a graph fixes at its capture."""
         heads = Heads(q_thd.shape[1], *kv.k.shape[2:])
         return geometry(meta.query_lens, heads, kv.k.dtype, self.multiprocessors, fixed=self.batch_invariant)
 
@@ -106,7 +106,9 @@ class CudaBackend(TorchBackend):
 
     def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
         """Return `Backend.moe`. PyTorch's grouped product takes only bfloat16, and serves many rows of an expert."""
-        few = FEW_ROWS if isinstance(weights.gate_up, Tensor) else 4 * FEW_ROWS  # others are dequantised first, all
+        few = (
+            FEW_ROWS if isinstance(weights.gate_up, Tensor) else 4 * FEW_ROWS
+        )  # cuBLAS would need all experts dequantised
         if x.dtype == torch.bfloat16 and len(x) * config.num_experts_per_tok > few * config.num_experts:
             return super().moe(x, weights, config)
         return experts.mixture(x, weights, config)
@@ -139,8 +141,8 @@ class CudaBackend(TorchBackend):
 
     def is_fatal(self, error: BaseException) -> bool:
         """Return `Backend.is_fatal`. Triton and cuBLAS raise RuntimeError where PyTorch raises AcceleratorError."""
-        of_device = isinstance(error, RuntimeError) and any(name in str(error) for name in DEVICE_ERRORS)
-        return of_device or super().is_fatal(error)
+        is_device_error = isinstance(error, RuntimeError) and any(name in str(error) for name in DEVICE_ERRORS)
+        return is_device_error or super().is_fatal(error)
 
     def memory(self) -> tuple[int, int]:
         return torch.cuda.mem_get_info(self.device) if self.on_gpu else super().memory()
@@ -185,5 +187,5 @@ class CudaGraph(Graph):
             self.outputs = run()
 
     def replay(self) -> None:
-        """Lengths and tables are read by the kernels themselves, so there is nothing to give anew."""
+        """Launch the graph. Kernels read lengths and tables on the device, so nothing else changes."""
         self._graph.replay()

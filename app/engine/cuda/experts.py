@@ -45,7 +45,7 @@ def routed(logits: Tensor, config: MoeConfig) -> tuple[Tensor, Tensor]:
 def _multiply(
     x: Tensor, w: Weight, bias: Tensor | None, order: Tensor, ends: Tensor, shares: Tensor | None, config: MoeConfig
 ) -> Tensor:
-    """Return the SwiGLU of all pairs in sorted order, or with `shares` the weighted outputs in their own order."""
+    """Return the SwiGLU of all pairs in sorted order, or with `shares` the weighted outputs in the order of pairs."""
     data, scales = (w, None) if isinstance(w, Tensor) else (w.data, w.scales)
     num_pairs, columns = len(order), data.shape[1] // (2 if shares is None else 1)
     out = x.new_empty(num_pairs, columns)
@@ -131,7 +131,7 @@ def expert_rows(
     """Compute BLOCK_N columns of a tile of pairs.
 
     Without shares a pair reads its row of x, and the SwiGLU goes to the pair's index in sorted order. With shares a
-    pair reads that index, and its output times its share goes to the pair's own row, [T, TOP_K] in order. A weight in
+    pair reads that index, and its output times its share goes to the pair's row of [T, TOP_K]. A weight in
     8 bits has scales [EXPERTS, GROUPS, its rows], one for IN / GROUPS numbers of a row.
     """
     GATE: tl.constexpr = share_ptr is None
@@ -145,10 +145,10 @@ def expert_rows(
     expert = tl.sum(((last_tiles <= tile) & (experts < EXPERTS)).to(tl.int32), 0)
     if expert >= EXPERTS:
         return
-    own = experts == expert
-    start = tl.sum(tl.where(own, starts, 0), 0)
-    end = tl.sum(tl.where(own, ends, 0), 0)
-    first = start + (tile - tl.sum(tl.where(own, last_tiles - tiles, 0), 0)) * BLOCK_M
+    is_expert = experts == expert
+    start = tl.sum(tl.where(is_expert, starts, 0), 0)
+    end = tl.sum(tl.where(is_expert, ends, 0), 0)
+    first = start + (tile - tl.sum(tl.where(is_expert, last_tiles - tiles, 0), 0)) * BLOCK_M
     index = first + tl.arange(0, BLOCK_M)
     is_row = index < end
     pair = tl.load(order_ptr + index, mask=is_row, other=0)

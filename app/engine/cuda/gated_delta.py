@@ -1,7 +1,7 @@
 """Decoding rows of a Gated DeltaNet layer in Triton: the last step's accepted rows are committed, this step's verified.
 
-The layer's inputs of a sequence are in order: those that the convolution still sees, the accepted ones of the last
-step, and those of this step. `mix` takes them through the convolution and the gates, and `recur` through the delta
+A sequence's inputs are in order: the rows that the convolution still sees, the accepted rows of the last step, and
+the rows of this step. `mix` takes them through the convolution and the gates, and `recur` through the delta
 rule, one after the other. It writes the state after the accepted ones, and none after this step's. A row's result
 does not depend on the number of other rows. All counts are read on the device.
 """
@@ -103,7 +103,7 @@ def mix(
     is_new = (start == 0) | (slot == 0)
     first = tl.load(first_ptr + seq * first_stride).to(tl.int64)
     accepted = tl.minimum(tl.maximum(start - tl.load(num_tokens_ptr + slot), 0), BLOCK)
-    accepted = tl.where(is_new, 0, accepted)  # whatever the slot's last owner has left
+    accepted = tl.where(is_new, 0, accepted)  # the slot's previous owner does not count
     tl.store(accepted_ptr + seq, accepted)
 
     WIDTH: tl.constexpr = CHANNELS + 2 * HEADS

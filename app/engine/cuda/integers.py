@@ -127,7 +127,7 @@ def advance(
     follows = prev_row >= 0
     result = verified_ptr + prev_row * (WIDTH + 1)
     accepted = tl.load(result + WIDTH, mask=follows, other=0)
-    bonus = tl.maximum(tl.load(result + accepted, mask=follows, other=0), 0)  # NOT_FINITE is no token
+    bonus = tl.maximum(tl.load(result + accepted, mask=follows, other=0), 0)  # NOT_FINITE is negative
     anchor_row = tl.load(anchor_row_ptr + seq, mask=follows, other=0)
     tl.store(token_ptr + anchor_row, bonus.to(tl.int32), mask=follows)
     offset = tl.load(offset_ptr + seq, mask=follows, other=0)

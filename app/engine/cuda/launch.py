@@ -36,6 +36,6 @@ def items_per_program(total: int, on_gpu: int) -> int:
 def counters(device: torch.device) -> Tensor:
     """Return a zero for each tile. The last program of a tile resets its zero, so every launch finds zeros.
 
-    Launches that share it must follow one another, as those of one stream do.
+    Launches that share it must run one after the other, as in one stream.
     """
     return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)

@@ -70,7 +70,7 @@ def product_of(weight: Weight, multiprocessors: int, num_rows: int = ROWS) -> Pr
     """Return the launch for a weight, with as few splits as give all multiprocessors a tile. It is the same for any
     `num_rows` from ROWS on.
 
-    Raises UnsupportedError if K is no whole number of tiles.
+    Raises UnsupportedError unless K is a whole number of tiles.
     """
     data, group = (weight, weight.shape[1]) if isinstance(weight, Tensor) else (weight.data, weight.group)
     out_features, in_features = data.shape
@@ -133,14 +133,14 @@ def dense(weight: Weight) -> Tensor:
 
 @triton.jit
 def dequantise(w_ptr, scales_ptr, out_ptr, rows, group, DEPTH: tl.constexpr):
-    """Multiply a tile of W [E, rows, K] by its scales [E, groups, rows]. A group has so many tiles of K."""
+    """Multiply a tile of W [E, rows, K] by its scales [E, groups, rows]. `group` is the tiles of K in a group."""
     row, tile, expert = tl.program_id(0) * 64 + tl.arange(0, 64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     num_tiles, is_row = tl.num_programs(1), (row < rows)[:, None]
-    place = ((expert * rows + row)[:, None] * num_tiles + tile) * DEPTH + tl.arange(0, DEPTH)[None, :]
+    offset = ((expert * rows + row)[:, None] * num_tiles + tile) * DEPTH + tl.arange(0, DEPTH)[None, :]
     scale = (expert * (num_tiles // group) + tile // group) * rows + row
-    numbers = widened(tl.load(w_ptr + place, mask=is_row), out_ptr.dtype.element_ty).to(tl.float32)
+    numbers = widened(tl.load(w_ptr + offset, mask=is_row), out_ptr.dtype.element_ty).to(tl.float32)
     numbers *= tl.load(scales_ptr + scale[:, None], mask=is_row)
-    tl.store(out_ptr + place, numbers.to(out_ptr.dtype.element_ty), mask=is_row)
+    tl.store(out_ptr + offset, numbers.to(out_ptr.dtype.element_ty), mask=is_row)
 
 
 @triton.jit(do_not_specialize=["num_rows", "splits"])
@@ -198,7 +198,7 @@ def product(
         if is_last:
             acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             for other in range(splits):
-                # Reads bypass the multiprocessor's own cache, which may still have those of an earlier launch.
+                # Reads bypass the multiprocessor's L1 cache, which may still hold an earlier launch's.
                 acc += tl.load(partial + other * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
             tl.store(arrived_ptr + index, 0)
     if is_last:
@@ -232,7 +232,7 @@ def share_of(x, w, scales, group_stride, is_row, is_column, share, steps, GROUP:
 
 @triton.jit
 def widened(w, dtype: tl.constexpr):
-    """Return int8 or e4m3 in `dtype`, and other numbers as they are, as an operand."""
+    """Return int8 or e4m3 in `dtype`, and other numbers unchanged, as an operand."""
     if UPCAST:
         w = operand(w)
     elif dtype != tl.bfloat16:

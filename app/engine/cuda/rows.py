@@ -20,7 +20,7 @@ SILU_BLOCK = tl.constexpr(1024)
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (RMSNorm of x + residual over the last axis, x + residual). The norm is of the rounded sum.
 
-    Without a residual the norm is of x, and there is no sum.
+    Without a residual both results are the norm of x.
     """
     out, size = torch.empty_like(x, memory_format=torch.contiguous_format), x.shape[-1]
     total = out if residual is None else torch.empty_like(out)
@@ -109,13 +109,13 @@ def convolved(
     has_before = inside & (row % width > 0)[:, None]
     row = row.to(tl.int64)[:, None]
     change = change_ptr + row * (4 * GROUPS) + first_group + columns // (SIZE // GROUPS)
-    own = tl.load(base_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
-    own += tl.load(change, mask=inside, other=0.0).to(tl.float32)
+    current = tl.load(base_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+    current += tl.load(change, mask=inside, other=0.0).to(tl.float32)
     before = tl.load(base_ptr + SIZE + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
     before += tl.load(change + GROUPS, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + row * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
     x_before = tl.load(x_ptr + (row - 1) * SIZE + columns, mask=has_before, other=0.0).to(tl.float32)
-    out = own * x + before * x_before
+    out = current * x + before * x_before
     tl.store(out_ptr + row * SIZE + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -201,7 +201,7 @@ def rope_and_write(
 ):
     """Normalise (with norms) and rotate VECTORS heads of q and k. K and the unchanged V go to the row's slot.
 
-    A row is of one of LAYERS layers, each with its own norm of k. The rows of a token's layers share its rotation.
+    A row belongs to one of LAYERS layers, each with a separate norm of k. Rows of one token share its rotation.
     """
     vector = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)
     inside = vector < num_vectors

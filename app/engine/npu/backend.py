@@ -34,7 +34,7 @@ _ROW, _PAGE = (1, 1, rules.HEAD_DIMS[1]), (1, rules.PAGE_SIZE, 1, rules.HEAD_DIM
 class NpuBackend(Backend):
     """Backend with torch_npu's operators.
 
-    `dtypes` are those that every version of the attention operator takes. Raises UnsupportedError if the NPU does not
+    `dtypes` are what every version of the attention operator takes. Raises UnsupportedError if the NPU does not
     exist.
     """
 
@@ -66,7 +66,7 @@ class NpuBackend(Backend):
         return DeviceComm(meeting, "cpu:gloo,npu:hccl")
 
     def max_graphs(self, size: int) -> int:
-        """Return how many graphs find streams: one each, and those of its draws or of HCCL's unrolled collectives."""
+        """Return how many graphs streams suffice for: one each, and more for draws or HCCL's unrolled collectives."""
         if size == 1:
             return rules.GRAPH_STREAMS // (1 + rules.DRAW_GRAPHS)
         unrolled = min(size, rules.MAX_UNROLLED) - 1

@@ -97,8 +97,8 @@ def explain(message: str) -> str | None:
     None if the message names no known code or library of CANN.
     """
     for pattern, meaning in SIGNATURES.items():
-        if found := re.search(pattern, message, re.IGNORECASE):
-            return f"{found.group()}: {meaning}"
+        if match := re.search(pattern, message, re.IGNORECASE):
+            return f"{match.group()}: {meaning}"
     codes = [int(digits) for digits in _CODE.findall(message)]
     for code in codes:
         if code in MEANINGS:

@@ -69,7 +69,7 @@ _INSTALL_CANN = "install CANN 9.1.0 (toolkit, and the ops package of this chip)"
 
 
 def probes(device: str) -> list[Probe]:
-    """Return the probes, each after those that it needs. A probe "torch" comes before these."""
+    """Return the probes, each after the ones that it needs. A probe "torch" comes before these."""
     return [
         Probe("driver", partial(driver, _ROOT), without="the driver is missing"),
         Probe("device files", partial(device_files, _ROOT)),
@@ -272,8 +272,8 @@ def _entry(path: Path, keys: str) -> str | None:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    found = re.search(rf"^\s*(?:{keys})\s*=\s*(\S+)", text, re.MULTILINE | re.IGNORECASE)
-    return found.group(1) if found else None
+    match = re.search(rf"^\s*(?:{keys})\s*=\s*(\S+)", text, re.MULTILINE | re.IGNORECASE)
+    return match.group(1) if match else None
 
 
 def _reported(module: str) -> str | None:

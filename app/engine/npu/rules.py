@@ -11,9 +11,11 @@ MAX_AXIS = 65535
 HEAD_DIMS = (64, 128, 256)
 ROTARY_PAIR_DIMS = (64, 128)
 """Head sizes whose q and k one call rotates."""
-EXPANSION_MODE, AIV = "HCCL_OP_EXPANSION_MODE", "AIV"
-"""Variable that says who unrolls a collective's tasks, and the device's vector cores, which all recipes of vllm-ascend
-give. CANN's own default is the host on A2 and AI_CPU on A3 (CANN 8.5, envref_07_0096)."""
+EXPANSION_MODE = "HCCL_OP_EXPANSION_MODE"
+"""Variable that says who unrolls a collective's tasks. CANN's default is the host on A2 and AI_CPU on A3 (CANN 8.5,
+envref_07_0096)."""
+AIV = "AIV"
+"""The device's vector cores, which all recipes of vllm-ascend give."""
 GRAPH_STREAMS = 1800
 """Streams for graphs. A device has 2048, and vllm-ascend keeps 248 of them for the rest (its issue 9564)."""
 DRAW_GRAPHS = 6

@@ -16,7 +16,7 @@ from app.engine.step.runner import ModelRunner, PendingStep, Tell
 _ARRAY = 1
 """Code of an array among msgpack's extensions."""
 _QUIET_MS = 100
-"""Silence after which rank 0 is waiting or idle, so that reading a step delays none that is launched ahead."""
+"""Silence after which rank 0 waits or is idle, so reading a step delays no step that is launched ahead."""
 
 
 class Message(NamedTuple):
