@@ -64,9 +64,10 @@ test: $(DEV_STAMP)
 	$(BIN)/python -m pytest tests/fast -m fast $(IN_PARALLEL) $(ARGS)
 
 # With CI set everything must be tested. Otherwise a machine without a network goes on, and prints what was left out.
+# ARGS choose tests of .venv, and then the other environments are left out.
 test-rest: test-others
-	@test ! -e $(NPU_STAMP) || $(MAKE) --no-print-directory test-npu
-	@test ! -e $(RAY_STAMP) || $(MAKE) --no-print-directory test-ray
+	@test -n "$(ARGS)" || test ! -e $(NPU_STAMP) || $(MAKE) --no-print-directory test-npu
+	@test -n "$(ARGS)" || test ! -e $(RAY_STAMP) || $(MAKE) --no-print-directory test-ray
 
 environments: $(DEV_STAMP)
 	@$(call environment,$(CLIENTS_STAMP),THE CLIENTS CANNOT BE INSTALLED HERE: NO REAL CLIENT IS TESTED)
@@ -108,9 +109,9 @@ test-npu: $(NPU_STAMP)
 npu-launches: $(NPU_STAMP)
 	@stubs=$$($(STUBS)) && $(ON_STUBS) tests.devices.npu.launches && echo && $(ON_STUBS) tests.devices.npu.family_launches
 
-# Prints the minutes of each part.
+# Prints the minutes of each part. ARGS are those of docs/proof.md's page.
 proof:
-	.ci/run proof
+	MAKEFLAGS= .ci/run proof $(ARGS)
 
 # ARGS="--minutes N --fuzz-minutes N --seed N" sets another length. The page is docs/reliability.md.
 soak: $(DEV_STAMP)

@@ -11,6 +11,9 @@ from app.engine.schedule.scheduler import Scheduler
 from app.engine.step.runner import ModelRunner, PendingStep, no_rows
 from app.messages import Request, StepOutput, TokenDelta
 
+_FAULT = "fault"
+"""Reason of a step that was not launched ahead because its launch failed."""
+
 
 class Launched(NamedTuple):
     """A step in flight: launched, and not read yet."""
@@ -78,7 +81,7 @@ class EngineCore:
                 self.in_flight, waits_for = self._launch_after(batch)
             result = pending.read()
         except Exception as error:
-            deltas = self._recover(batch, error, next_has_begun=bool(self.in_flight) or waits_for == "fault")
+            deltas = self._recover(batch, error, next_has_begun=bool(self.in_flight) or waits_for == _FAULT)
             return self._output(batch, deltas, started, waits_for, has_failed=True)
         return self._output(batch, self.scheduler.commit(batch, result), started, waits_for)
 
@@ -97,7 +100,7 @@ class EngineCore:
             return (Launched(after, self.launch(after)), "") if isinstance(after, Batch) else (None, after)
         except Exception as error:
             self.faults.give_up_ahead(error, self.runner)
-            return None, "fault"
+            return None, _FAULT
 
     def _recover(self, batch: Batch, error: Exception, *, next_has_begun: bool) -> list[TokenDelta]:
         """Return the deltas of a step that failed, after its sequences have run again."""

@@ -1,4 +1,4 @@
-"""Backend of a device, by the device's name. No other module imports a device plug-in."""
+"""Backend of a device, by the device's name. No other module imports a backend."""
 
 from collections.abc import Callable
 

@@ -86,7 +86,7 @@ class Acceptance:
 
     def likelihood(self, history: History, verified: int, accepted: int) -> Floats:
         """Return the chances `[P]` that just so many of the verified drafts of a block are accepted."""
-        tried = min(accepted + 1, verified)  # if all were accepted, no draft was refused after them
+        tried = min(accepted + 1, verified)  # if all were accepted, no draft was rejected after them
         return np.array([row[accepted] - row[tried] * (tried > accepted) for row in history.survival])
 
     def chance(self, history: History, verified: int, accepted: int) -> float:
@@ -118,7 +118,7 @@ def priors(tried: Floats, accepted: Floats) -> tuple[float, Floats]:
 
     `tried` `[2, b - 1]` counts the drafts whose predecessors in the block were accepted, `accepted` those accepted
     themselves. Both kinds of blocks share one curve, because later positions are harder in like manner. Later blocks
-    mostly begin where a draft was refused, so each kind shifts the odds of the curve.
+    mostly begin where a draft was rejected, so each kind shifts the odds of the curve.
     """
     mean = float((accepted.sum() + _PRIOR_DRAFTS * _OPTIMISM) / (tried.sum() + _PRIOR_DRAFTS))
     curve = (accepted.sum(axis=0) + _PRIOR_DRAFTS * mean) / (tried.sum(axis=0) + _PRIOR_DRAFTS)
@@ -186,6 +186,7 @@ class Policy:
         self.fixed_block = width or block_size
         self.histories: dict[Hashable, History] = {}
         self._acceptance = Acceptance(block_size)
+        self._decided_for: set[Hashable] = set()  # sequences of the last decision
         self._step = self._decided_at = self._decide_at = 0
         probe = min(_PROBE_DRAFTS, block_size - 1)
         # Time of one probe at most is saved up, so no two follow each other.
@@ -198,7 +199,8 @@ class Policy:
         if self.costs is None:
             return Widths([min(limit, self.fixed_block - 1) for limit in limits], self.fixed_block)
         self._step += 1
-        if self._step >= self._decide_at or any(sequence not in self.histories for sequence, _ in wanted):
+        has_come = not self._decided_for.issuperset(sequence for sequence, _ in wanted)
+        if has_come or self._step >= self._decide_at:
             self._decide(wanted, self.costs)
         histories = [self.histories[sequence] for sequence, _ in wanted]
         drafts = [min(history.drafts, limit) for history, limit in zip(histories, limits, strict=True)]
@@ -236,6 +238,7 @@ class Policy:
     def forget(self, sequence: Hashable) -> None:
         """Drop what is known of a sequence that has ended. What all sequences taught stays."""
         history = self.histories.pop(sequence, None)
+        self._decided_for.discard(sequence)
         if history and history.drafts:
             self._decide_soon()
 
@@ -250,14 +253,15 @@ class Policy:
         chosen = best_widths(survival * (np.arange(self.block_size - 1) < limits), costs)
         for history, drafts in zip(histories, chosen, strict=True):
             history.drafts = drafts
+        self._decided_for = {sequence for sequence, _ in wanted}
         self._decided_at, self._decide_at = self._step, self._step + _MAX_STEPS
 
     def _decide_soon(self) -> None:
         """Decide again as soon as a sequence disappoints. Of many one always does, so a decision holds longer."""
-        self._decide_at = min(self._decide_at, self._decided_at + 1 + len(self.histories) // _MANY_SEQS)
+        self._decide_at = min(self._decide_at, self._decided_at + 1 + len(self._decided_for) // _MANY_SEQS)
 
     def _probe(self, histories: list[History], limits: list[int], drafts: list[int], costs: CostTable) -> None:
-        """Let plain sequences draft once while saved time lasts, those first whose last probe is the longest ago."""
+        """Have plain sequences draft once while saved time lasts, those first whose last probe is the longest ago."""
         idle = [i for i, limit in enumerate(limits) if limit and not drafts[i]] if self._probe_ms > 0 else []
         for i in sorted(idle, key=lambda i: histories[i].last_probe):
             before = _step_ms(drafts, costs)

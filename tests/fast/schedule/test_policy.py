@@ -339,6 +339,20 @@ def test_a_heavy_prior_believes_all_sequences_to_be_alike() -> None:
     assert np.abs(heavy[0] - heavy[1]).max() < 0.1 < np.abs(light[0] - light[1]).max()
 
 
+def test_a_sequence_that_comes_back_after_a_preemption_is_decided_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    decided: list[int] = []
+
+    def noted(survival: Any, costs: CostTable) -> list[int]:
+        decided.append(len(survival))
+        return best_widths(survival, costs)
+
+    monkeypatch.setattr("app.engine.schedule.policy.best_widths", noted)
+    policy = Policy(BLOCK, planted("accelerator"))
+    for running in ("ab", "a", "ac", "abc", "abc"):  # b is preempted, and c comes meanwhile
+        policy.choose([(sequence, BLOCK - 1) for sequence in running])
+    assert decided == [2, 2, 3]
+
+
 def test_outcomes_of_all_sequences_fade() -> None:
     """A text that was hard for thousands of steps is tried again soon after the next one is easy."""
     policy = Policy(BLOCK, planted("cpu"))
