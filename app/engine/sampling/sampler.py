@@ -34,7 +34,7 @@ _TOKEN_SALT = 0x85EBCA6B
 Draws = Sequence[SamplingMetadata[Tensor]]
 
 
-def on_device(
+def draws_on_device(
     kinds: list[SamplingMetadata[Array]], drafts: Tensor | None, counts: TokenCounts, backend: Backend
 ) -> tuple[Draws, Packed]:
     """Return sampled rows as tensors of one packed copy, and that copy. The rows verify `drafts` [D, columns]."""

@@ -16,7 +16,7 @@ from app.engine.device.transfer import Packed
 from app.engine.errors import UnsupportedError, last_words
 from app.engine.sampling.metadata import GRAPH_KINDS, Kind, SamplingMetadata
 from app.engine.sampling.penalties import TokenCounts
-from app.engine.sampling.sampler import Draws, on_device
+from app.engine.sampling.sampler import Draws, draws_on_device
 from app.engine.schedule.batch import Batch
 from app.engine.schedule.graph_sizes import GraphSizes, Size
 from app.engine.step.forward import DraftTensors, Forward, OnDevice, TargetTensors
@@ -153,7 +153,9 @@ class StepGraphs:
             return ()
 
         for kind in GRAPH_KINDS:
-            (draw,), packed = on_device([graph_rows(kind, size[1], size[0] + 1)], self.drafts, counts, forward.backend)
+            (draw,), packed = draws_on_device(
+                [graph_rows(kind, size[1], size[0] + 1)], self.drafts, counts, forward.backend
+            )
             drawn = forward.backend.capture(partial(run, draw), [])
             drawn.replay()
             self.draw_graphs[size, kind] = drawn, packed

@@ -12,7 +12,7 @@ from app.engine.device.base import Backend
 from app.engine.device.transfer import Packed
 from app.engine.models.kv_pool import KvPool
 from app.engine.sampling.penalties import TokenCounts
-from app.engine.sampling.sampler import on_device
+from app.engine.sampling.sampler import draws_on_device
 from app.engine.schedule.batch import StepResult
 from app.engine.step.forward import Forward
 from app.engine.step.graphs import StepGraphs
@@ -68,7 +68,7 @@ class ModelRunner:
                 self.forward.pending_context.begin_step(inputs.plain_sequences)
             drafts = self._draft(inputs.draft) if inputs.draft else None
             kinds = [rows for rows in inputs.sampling if not rows.in_graph]
-            draws = on_device(kinds, drafts, self.counts, self.backend)[0] if kinds else []
+            draws = draws_on_device(kinds, drafts, self.counts, self.backend)[0] if kinds else []
             if self.graphs and inputs.in_graph:
                 verified = self.graphs.target(inputs.target, inputs.sampling, draws)
             else:

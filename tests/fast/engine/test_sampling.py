@@ -21,7 +21,7 @@ from app.engine.sampling import filters
 from app.engine.sampling.metadata import SHORTLIST, CountedTokens, Filters, Kind, Penalties, SamplingMetadata
 from app.engine.sampling.noise import noise_states
 from app.engine.sampling.penalties import TokenCounts, penalise
-from app.engine.sampling.sampler import Sampler, on_device
+from app.engine.sampling.sampler import Sampler, draws_on_device
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.sequence import NOT_FINITE
 from app.engine.sequence import Sequence as EngineSequence
@@ -338,7 +338,7 @@ class Step:
         counts = counts or TokenCounts(64, self.vocab, backend)
         self.batch.block_rows = self.block
         inputs = Layout(page_size=4).build(self.batch)
-        draws, _ = on_device(inputs.sampling, self.drafts, counts, backend)
+        draws, _ = draws_on_device(inputs.sampling, self.drafts, counts, backend)
         return Sampler(self.vocab, backend).choose(self.logits, torch.eye(self.vocab), draws).tolist()
 
     def decisions(self) -> list[tuple[Request, Decision]]:
