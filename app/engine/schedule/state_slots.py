@@ -166,6 +166,7 @@ class StateSlots:
         assert len(self._digest_of) == len(self._slot_of), "a checkpoint has a digest that does not find it"
         spare_owner = self._spare_owner
         assert spare_owner is None or spare_owner in running, "a sequence that has ended holds the spare slot"
+        assert spare_owner is None or spare_owner.next_state_slot, "a sequence holds the spare slot after its chunk"
 
     def _has_room(self) -> bool:
         """Return True if there may be another checkpoint, for which the least-recently-used one is evicted."""

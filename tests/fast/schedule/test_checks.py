@@ -119,7 +119,7 @@ MISTAKES: dict[Mistake, str] = {
     run_without_pages_of_all_tokens: "r0 has 2 pages, and its KV takes 3",
     cache_a_page_that_is_written: "r0 would write page .*, which is cached or shared",
     share_a_page_that_is_written: "r0 would write page .*, which is cached or shared",
-    cache_a_page_twice: "is cached under a digest that is not its own",
+    cache_a_page_twice: "is cached under another page's digest",
     cache_a_free_page: "is reused before those that are not cached",
     forget_a_free_page: "counts as cached, and has no digest",
 }
@@ -221,9 +221,17 @@ def keep_the_spare_slot(slots: Slots) -> None:
     )
 
 
+def keep_the_spare_slot_after_a_chunk(slots: Slots) -> None:
+    assert slots.states.prepare(slots.owner, keep=True)
+    before = slots.owner.state_slot
+    slots.owner.state_slot, slots.owner.next_state_slot = slots.owner.next_state_slot, 0
+    slots.states.release(Sequence(slots.owner.request, 0, state_slot=before))
+
+
 @pytest.mark.parametrize(
     ("mistake", "told"),
     [
+        (keep_the_spare_slot_after_a_chunk, "holds the spare slot after its chunk"),
         (lose_a_slot, "of 0 sequences, is 0 times free"),
         (own_a_free_slot, "of 1 sequences, is 1 times free"),
         (own_a_slot_together, "which steps write, has 2 owners"),
