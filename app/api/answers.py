@@ -17,6 +17,7 @@ from app.api.stream import Choices, Piece, Reason, Usage
 from app.text.parsers import Parsed, ToolCall
 
 Payload = dict[str, Any]
+TextReason = Literal["stop", "length"]
 Warnings = Annotated[Sequence[AnswerWarning], Field(description="absent if there are none")]
 
 
@@ -28,7 +29,6 @@ class Head(TypedDict):
 
 class Ending(TypedDict):
     logprobs: None
-    finish_reason: Reason
     stop_reason: str | int | None
     matched_stop: str | int | None
 
@@ -59,6 +59,7 @@ class AnswerMessage(TypedDict):
 class ChatChoice(Ending):
     index: int
     message: AnswerMessage
+    finish_reason: Reason
 
 
 class ChatCompletion(Head, Tail):
@@ -69,6 +70,7 @@ class ChatCompletion(Head, Tail):
 class TextChoice(Ending):
     index: int
     text: str
+    finish_reason: TextReason
 
 
 class Completion(Head, Tail):
@@ -109,7 +111,7 @@ class ChoiceAnswers(ABC):
         if piece.is_first and (opening := self._opening(piece.index)) is not None:
             choices.insert(0, _choice(piece, opening))
         if piece.finish_reason is not None:
-            choices.append({"index": piece.index, **self.empty, **_ending(piece)})
+            choices.append({"index": piece.index, **self.empty, "finish_reason": piece.finish_reason, **_ending(piece)})
         chunks: list[Payload] = [{**self._head, "object": self.chunk_kind, "choices": [one]} for one in choices]
         wants_usage = self._options.include_usage
         for chunk in chunks:
@@ -162,7 +164,8 @@ class ChatAnswers(ChoiceAnswers):
 
     def whole(self, pieces: Sequence[Piece]) -> ChatCompletion:
         choices: list[ChatChoice] = [
-            {"index": piece.index, "message": _message(piece), **_ending(piece)} for piece in pieces
+            {"index": piece.index, "message": _message(piece), "finish_reason": _reason(piece), **_ending(piece)}
+            for piece in pieces
         ]
         return {**self._head, "object": "chat.completion", "choices": choices, **self._tail()}
 
@@ -193,6 +196,7 @@ class CompletionAnswers(ChoiceAnswers):
             {
                 "index": piece.index,
                 "text": self._echo(piece.index) + Parsed.joined(piece.parts).content,
+                "finish_reason": _text_reason(piece),
                 **_ending(piece),
             }
             for piece in pieces
@@ -227,14 +231,21 @@ def _choice(piece: Piece, payload: Payload) -> Payload:
 
 
 def _ending(piece: Piece) -> Ending:
-    """Return the end of a choice, which the last piece has."""
+    """Return the end of a choice but for its reason."""
+    return {"logprobs": None, "stop_reason": piece.stop_reason, "matched_stop": piece.matched_stop}
+
+
+def _reason(piece: Piece) -> Reason:
+    """Return why a choice ended, which its last piece has."""
     assert piece.finish_reason is not None
-    return {
-        "logprobs": None,
-        "finish_reason": piece.finish_reason,
-        "stop_reason": piece.stop_reason,
-        "matched_stop": piece.matched_stop,
-    }
+    return piece.finish_reason
+
+
+def _text_reason(piece: Piece) -> TextReason:
+    """Return why a text ended. It has no tool calls."""
+    reason = _reason(piece)
+    assert reason != "tool_calls"
+    return reason
 
 
 def _tool_call(call: ToolCall) -> AnsweredCall:

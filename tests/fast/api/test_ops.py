@@ -103,3 +103,10 @@ def test_the_log_has_request_ids_and_never_a_prompt_or_an_answer(server, caplog)
         )
     assert any(record.name == "app.access" and "200" in record.getMessage() for record in caplog.records)
     assert "secret" not in caplog.text
+
+
+def test_the_document_tells_whole_answers_as_they_are_sent(server):
+    document = server.http.get("/openapi.json").json()
+    shapes = document["components"]["schemas"]
+    reasons = {name: shapes[name]["properties"]["finish_reason"]["enum"] for name in ("ChatChoice", "TextChoice")}
+    assert reasons == {"ChatChoice": ["stop", "length", "tool_calls"], "TextChoice": ["stop", "length"]}
