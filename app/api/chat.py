@@ -15,7 +15,11 @@ router = APIRouter()
 @router.post(
     "/v1/chat/completions",
     **openapi.route(
-        "Answer a conversation", ChatCompletion, *openapi.GENERATING, body=(ChatCompletionRequest,), streams=True
+        "Answer a conversation",
+        ChatCompletion,
+        *openapi.GENERATING,
+        body=(ChatCompletionRequest,),
+        stream=openapi.CHUNKS,
     ),
 )
 async def chat_completions(request: Request) -> Response:

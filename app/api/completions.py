@@ -19,7 +19,9 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this endpoint
 
 @router.post(
     "/v1/completions",
-    **openapi.route("Continue a text", Completion, *openapi.GENERATING, body=(CompletionRequest,), streams=True),
+    **openapi.route(
+        "Continue a text", Completion, *openapi.GENERATING, body=(CompletionRequest,), stream=openapi.CHUNKS
+    ),
 )
 async def completions(request: Request) -> Response:
     received = await receive(request, CompletionRequest)

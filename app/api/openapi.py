@@ -27,12 +27,7 @@ STATUSES = {
 }
 GENERATING = tuple(STATUSES)
 ENCODING = tuple(status for status in STATUSES if status not in (500, 504))
-_EVENT = {
-    "type": "object",
-    "description": "A server-sent event. Its data is a chunk in JSON, or [DONE] after the last chunk.",
-    "properties": {"data": {"type": "string"}},
-    "required": ["data"],
-}
+CHUNKS = "A server-sent event. Its data is a chunk in JSON, or [DONE] after the last chunk."
 _BODIES: tuple[type[Body], ...] = (
     schemas.ChatCompletionRequest,
     schemas.CompletionRequest,
@@ -49,16 +44,19 @@ def route(
     answer: Any,
     *statuses: int,
     body: tuple[type[Body], ...] = (),
-    streams: bool = False,
+    stream: str | None = None,
     loading: Any = None,
 ) -> dict[str, Any]:
-    """Return keyword arguments for a route's decorator. Errors have these `statuses`. While the engine is not there,
-    the answer is a 503 of the type `loading`, if that is given."""
+    """Return keyword arguments for a route's decorator. Errors have these `statuses`. `stream` describes an event, if
+    the answer may be streamed. While the engine is not there, the answer is a 503 of the type `loading`, if that is
+    given."""
     responses: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorBody, "description": STATUSES[status]} for status in statuses
     }
-    if streams:
-        responses[200] = {"content": {"text/event-stream": {"schema": _EVENT}}}
+    if stream:
+        data = {"properties": {"data": {"type": "string"}}, "required": ["data"]}
+        event = {"type": "object", "description": stream, **data}
+        responses[200] = {"content": {"text/event-stream": {"schema": event}}}
     if loading:
         responses[503] = {"model": loading, "description": "Loading, draining or dead"}
     described: dict[str, Any] = {"summary": summary, "response_model": answer, "responses": responses}

@@ -27,6 +27,11 @@ _NAMES = {
 }
 """Fields of chat -> their names in this API."""
 
+_EVENT = (
+    "A server-sent event with a name. Its data is in JSON. A response in it, and an item, is `in_progress` until it "
+    "ends. The last event has the response: `completed`, `incomplete`, or `failed` with its `error`."
+)
+
 
 @router.post(
     "/v1/responses",
@@ -35,7 +40,7 @@ _NAMES = {
         ResponseBody,
         *openapi.GENERATING,
         body=(items.ResponsesRequest,),
-        streams=True,
+        stream=_EVENT,
     ),
 )
 async def responses(request: Request) -> Response:

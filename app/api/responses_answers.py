@@ -17,7 +17,7 @@ from app.text.tokenizer import GenerationDefaults
 
 Event = dict[str, Any]
 Kind = Literal["output_text", "reasoning_text"]
-Status = Literal["in_progress", "completed", "incomplete"]
+Status = Literal["completed", "incomplete"]
 
 
 class OutputText(TypedDict):
@@ -144,7 +144,7 @@ class ResponseAnswers:
         """Return the error, and the failed response with the items that are complete."""
         broken = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
         cause = {"code": "server_error", "message": error.message}
-        failed = {**self._response("incomplete"), "status": "failed", "incomplete_details": None, "error": cause}
+        failed = self._unfinished(status="failed", error=cause)
         return self._encode([broken, {"type": "response.failed", "response": failed}])
 
     def _encode(self, events: Iterable[Event]) -> bytes:
@@ -152,7 +152,7 @@ class ResponseAnswers:
 
     def _begin(self) -> Iterator[Event]:
         for kind in ("response.created", "response.in_progress"):
-            yield {"type": kind, "response": {**self._response("in_progress"), "usage": None}}
+            yield {"type": kind, "response": self._unfinished(status="in_progress", usage=None)}
 
     def _read(self, piece: Piece) -> Iterator[Event]:
         self._reason = piece.finish_reason
@@ -222,6 +222,10 @@ class ResponseAnswers:
             response["warnings"] = self._choices.warnings
         return response
 
+    def _unfinished(self, **fields: object) -> Event:
+        """Return the response before its end, which only streams show."""
+        return {**self._response("incomplete"), "incomplete_details": None, **fields}
+
     def _usage(self) -> ResponseUsage:
         usage = self._choices.usage
         return {
@@ -245,19 +249,20 @@ class _TextItem:
         self._position = {"item_id": self._id, "output_index": index, "content_index": 0}
 
     def item(self, status: Status) -> OutputMessage | OutputReasoning:
-        """Return the item, which has its part once it is written."""
-        texts = [] if status == "in_progress" else ["".join(self._texts)]
+        """Return the item, once it is written."""
+        text = "".join(self._texts)
         if self.kind == "output_text":
-            written = [_output_text(text) for text in texts]
+            written = [_output_text(text)]
             return {"id": self._id, "type": "message", "role": "assistant", "status": status, "content": written}
-        thought = [_reasoning_text(text) for text in texts]
+        thought = [_reasoning_text(text)]
         return {"id": self._id, "type": "reasoning", "summary": [], "status": status, "content": thought}
 
     def _part(self, text: str) -> OutputText | ReasoningText:
         return _output_text(text) if self.kind == "output_text" else _reasoning_text(text)
 
     def begin(self) -> Iterator[Event]:
-        yield _item_event("added", self._index, self.item("in_progress"))
+        empty = {**self.item("incomplete"), "status": "in_progress", "content": []}
+        yield _item_event("added", self._index, empty)
         yield {"type": "response.content_part.added", **self._position, "part": self._part("")}
 
     def write(self, text: str) -> Event:

@@ -110,3 +110,8 @@ def test_the_document_tells_whole_answers_as_they_are_sent(server):
     shapes = document["components"]["schemas"]
     reasons = {name: shapes[name]["properties"]["finish_reason"]["enum"] for name in ("ChatChoice", "TextChoice")}
     assert reasons == {"ChatChoice": ["stop", "length", "tool_calls"], "TextChoice": ["stop", "length"]}
+    for name in ("ResponseBody", "OutputMessage", "OutputReasoning", "OutputCall"):
+        assert shapes[name]["properties"]["status"]["enum"] == ["completed", "incomplete"]
+    answers = document["paths"]["/v1/responses"]["post"]["responses"]["200"]["content"]
+    described = answers["text/event-stream"]["schema"]["description"]
+    assert "`failed`" in described and "[DONE]" not in described
