@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal, NotRequired
+from typing import ClassVar, Literal, NotRequired
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import ConfigDict
 from typing_extensions import TypedDict
 
 from app.api import openapi, prompts
@@ -83,6 +84,8 @@ class State(TypedDict):
 @dataclass(frozen=True, kw_only=True)
 class ServerInfo(EngineInfo):
     """Facts about the loaded engine, some under SGLang's names too, and the settings that are not default."""
+
+    __pydantic_config__: ClassVar = ConfigDict(json_schema_serialization_defaults_required=True)
 
     model_path: str
     served_model_name: str

@@ -115,3 +115,4 @@ def test_the_document_tells_whole_answers_as_they_are_sent(server):
     answers = document["paths"]["/v1/responses"]["post"]["responses"]["200"]["content"]
     described = answers["text/event-stream"]["schema"]["description"]
     assert "`failed`" in described and "[DONE]" not in described
+    assert set(shapes["ServerInfo"]["required"]) == set(server.http.get("/server_info").json())
