@@ -38,7 +38,7 @@ class Server:
     """Engine and application of one model. `target_config` is the target's config.json, if it was read before.
 
     While the engine loads, requests wait for `hold_seconds` at most. The constructor opens no socket. It raises
-    ConfigError for files that cannot be used, and for settings that exclude others.
+    ConfigError for files that cannot be used.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Server:
         engine_command: Sequence[str] = ENGINE_COMMAND,
         hold_seconds: float = 0.0,
     ) -> None:
+        assert config.has_models, "Config.with_models comes before the server"
         tracer: Tracer | None = None
         if config.otlp_traces_endpoint is not None:
             from app.api.tracing import tracer_to

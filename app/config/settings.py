@@ -81,6 +81,7 @@ _ENGINE_FIELDS: dict[str, Any] = {
     if each.metadata
 }
 _EngineSettings = create_model("_EngineSettings", **_ENGINE_FIELDS)
+_NO_FOLDER = Path("/dev/null")  # stands for no folder: a model may lie in any other, the working directory too
 
 
 class Config(BaseModel):
@@ -88,7 +89,7 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    engine: EngineConfig = EngineConfig(Path())  # its folders come with `with_models`
+    engine: EngineConfig = EngineConfig(_NO_FOLDER)  # its folders come with `with_models`
     notes: tuple[str, ...] = ()
     """What the log says of flags that set nothing."""
     model: str = setting(
@@ -164,7 +165,7 @@ class Config(BaseModel):
         config = cls(**values)
         drafts, events = config.num_speculative_tokens, config.kv_events_config
         engine = EngineConfig(
-            Path(),
+            _NO_FOLDER,
             block_size=None if drafts is None else drafts + 1,
             cache_events=events is not None and events.is_on,
             **engine_values,
@@ -174,6 +175,10 @@ class Config(BaseModel):
     def with_models(self, target: Path, draft: Path | None) -> "Config":
         """Return the settings with the folders of the models, once these are found."""
         return self.model_copy(update={"engine": replace(self.engine, target=target, draft=draft)})
+
+    @property
+    def has_models(self) -> bool:
+        return self.engine.target != _NO_FOLDER
 
     @property
     def model_names(self) -> list[str]:

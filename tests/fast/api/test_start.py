@@ -3,9 +3,20 @@
 import resource
 import socket
 
+import pytest
+
 from app.api import process
+from app.api.server import Server
 from app.config.settings import Config
 from app.engine_client.kv_events import KvEventPublisher
+
+
+@pytest.mark.parametrize("config", [Config(), Config.of()])
+def test_a_server_starts_only_with_models_that_were_found(config, model_folder, monkeypatch):
+    monkeypatch.chdir(model_folder)
+    with pytest.raises(AssertionError, match="with_models"):
+        Server(config)
+    Server(config.with_models(model_folder, None))
 
 
 def test_with_its_port_taken_a_server_opens_no_socket_of_events(model_folder, monkeypatch, caplog):
