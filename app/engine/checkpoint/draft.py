@@ -124,7 +124,7 @@ def refuse_foreign_tensors(names: Iterable[str], draft: DFlashConfig) -> None:
         raise UnsupportedError(f"draft: tensor {missing[0]} is missing, and config.json asks for it")
     if not (unknown := sorted(others - draft.extra_tensors.keys())):
         return
-    if _BIAS.fullmatch(unknown[0]):
+    if all(map(_BIAS.fullmatch, unknown)):
         raise UnsupportedError(f"draft: tensor {unknown[0]} is a bias, but attention_bias in config.json is not true")
     which = f"{len(unknown)} tensors, such as {unknown[0]}," if len(unknown) > 1 else f"tensor {unknown[0]}"
     raise UnsupportedError(f"draft: {which} is not DFlash's, and no head of config.json has it; {_RUN}")

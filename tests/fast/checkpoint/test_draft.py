@@ -402,6 +402,12 @@ def test_a_bias_that_the_config_leaves_out_is_told_with_its_key(own):
         build(own)
 
 
+def test_biases_beside_tensors_of_another_variant_are_not_blamed_on_the_config(own):
+    edit(own.draft, layers__0__self_attn__q_proj__bias=torch.zeros(4), markov_head__w1=torch.zeros(4))
+    with pytest.raises(UnsupportedError, match="tensors.* not DFlash's, and no head of config.json has"):
+        build(own)
+
+
 @pytest.mark.parametrize("tensor", ["layers__0__gate__weight", "fc__bias", *VARIANT_TENSORS])
 def test_a_draft_with_tensors_of_another_variant_is_refused_before_any_weight_is_read(own, tensor):
     """Run without them it would say the right text, and lose its acceptance silently."""
