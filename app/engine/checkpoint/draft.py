@@ -126,8 +126,10 @@ def refuse_foreign_tensors(names: Iterable[str], draft: DFlashConfig) -> None:
         return
     if all(map(_BIAS.fullmatch, unknown)):
         raise UnsupportedError(f"draft: tensor {unknown[0]} is a bias, but attention_bias in config.json is not true")
-    which = f"{len(unknown)} tensors, such as {unknown[0]}," if len(unknown) > 1 else f"tensor {unknown[0]}"
-    raise UnsupportedError(f"draft: {which} is not DFlash's, and no head of config.json has it; {_RUN}")
+    which, has = f"tensor {unknown[0]} is", "has it"
+    if len(unknown) > 1:
+        which, has = f"{len(unknown)} tensors, such as {unknown[0]}, are", "has them"
+    raise UnsupportedError(f"draft: {which} not DFlash's, and no head of config.json {has}; {_RUN}")
 
 
 def _flattened(raw: Raw) -> tuple[dict[str, Any], list[str]]:
