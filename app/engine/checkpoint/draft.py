@@ -45,8 +45,9 @@ _INERT = re.compile(
 )
 _FOREIGN = re.compile(
     r"conv\w*|\w+_conv\w*|\w*selector\w*|\w*codebook\w*|markov\w*|dspark\w*|logit_head\w*|shift_label|\w*gru\w*|domino\w*"
-    r"|jetspec\w*|draft_shift|lilicorr\w*|xpress\w*|hcache\w*|(q|kv)_lora_rank|\w*sinks?|\w*sink_\w+|attention_value_scale"
-    r"|aux_hidden_norms?\w*|gating|encoder\w*|experts"
+    r"|jetspec\w*|draft_shift|lilicorr\w*|xpress\w*|hcache\w*|down_[hg]|layer_fusion_weights|\w+_proj_target"
+    r"|(q|kv)_([ab]_\w+|lora_rank)|\w*sinks?|\w*sink_\w+|attention_value_scale|aux_hidden_norms?\w*|g_proj|gating"
+    r"|encoder\w*|experts"
 )
 """Keys that turn on what is not run here, unless their value is false or empty."""
 _RUN = "give a draft of DFlash, DFlash2 or DSpark"

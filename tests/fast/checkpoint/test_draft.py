@@ -208,6 +208,10 @@ def test_more_taps_than_draft_layers_are_fine(pair, target):
 
 # Refusals
 
+REFUSED_KEYS = (
+    *("layer_fusion_weights", "k_proj_target", "g_proj", "down_h", "down_g"),
+    *("q_a_rank", "q_b_rank", "kv_a_rank", "kv_b_rank"),
+)
 VARIANTS: list[tuple[Json, str]] = [
     ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_window"),
     ({"layer_types": ["linear_attention", "full_attention"]}, "layer_types has 'linear_attention'"),
@@ -244,6 +248,7 @@ VARIANTS: list[tuple[Json, str]] = [
     ({"lilicorr_enabled": True}, "key lilicorr_enabled = True is not DFlash's"),
     ({"xpress_num_passes": 6}, "key xpress_num_passes = 6 is not DFlash's"),
     ({"kv_lora_rank": 512}, "key kv_lora_rank = 512 is not DFlash's"),
+    *(({key: 4}, f"key {key} = 4 is not DFlash's") for key in REFUSED_KEYS),
     ({"dflash_config": NO, "target_layer_ids": [1, 2], "mask_token_id": 96}, "nothing tells whether row 0"),
     ({"dflash_config.shift_label": True}, "key shift_label = True is not DFlash's"),
     ({"jetspec_config": {"tree": 4}}, "key jetspec_config = .* is not DFlash's"),
@@ -404,7 +409,7 @@ def test_a_bias_that_the_config_leaves_out_is_told_with_its_key(own):
 
 def test_biases_beside_tensors_of_another_variant_are_not_blamed_on_the_config(own):
     edit(own.draft, layers__0__self_attn__q_proj__bias=torch.zeros(4), markov_head__w1=torch.zeros(4))
-    with pytest.raises(UnsupportedError, match="draft: 2 tensors, such as .*bias, are not DFlash's, and .* has them"):
+    with pytest.raises(UnsupportedError, match=r"draft: 2 tensors, such as .*bias, are not DFlash's, and .* has them"):
         build(own)
 
 
