@@ -36,10 +36,11 @@ class StoredTensor(NamedTuple):
 
 class Checkpoint:
     """The files of a checkpoint's folder, each read once, on first use. A `folder` may be one
-    file of safetensors, without a config. All properties raise UnsupportedError."""
+    file of safetensors, without a config: the description beside it counts. All properties raise UnsupportedError."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._around = folder.parent if folder.is_file() else folder
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -48,7 +49,7 @@ class Checkpoint:
     @cached_property
     def description(self) -> dict[str, Any]:
         """msModelSlim's description of the tensors, or {} without one."""
-        file = _first(self.folder, "quant_model_description*.json")
+        file = _first(self._around, "quant_model_description*.json")
         return read_json(file) if file else {}
 
     @cached_property
@@ -57,7 +58,7 @@ class Checkpoint:
         A single file goes before an index, as in Transformers. Raises UnsupportedError unless all files are there and
         whole, and if a name says that the weights are quantised in a way that is not read."""
         stored = _stored_tensors(self.folder)
-        refuse_formats(self.folder, {name: tensor.dtype for name, tensor in stored.items()}, self.description)
+        refuse_formats(self._around, {name: tensor.dtype for name, tensor in stored.items()}, self.description)
         return stored
 
 

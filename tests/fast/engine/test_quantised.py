@@ -287,8 +287,11 @@ def test_an_unknown_type_of_the_description_is_refused(tmp_path: Path, kind: str
     quantised, _ = quantise(pair.target, tmp_path, "W8A8 dynamic")
     described = {"model_quant_type": "W8A8_DYNAMIC", "version": "1.0.0", f"model.{LINEAR}.weight": kind}
     (quantised / "quant_model_description.json").write_text(json.dumps(described))
-    with pytest.raises(UnsupportedError, match=f"the description says {kind} of model.{LINEAR}.weight"):
-        len(Checkpoint(quantised).tensors)
+    for place in (quantised, quantised / "model.safetensors"):
+        with pytest.raises(
+            UnsupportedError, match=f"{quantised}: the description says {kind} of model.{LINEAR}.weight"
+        ):
+            len(Checkpoint(place).tensors)
 
 
 @pytest.mark.parametrize("name", ["quant_model_weights.safetensors", "quant_model_weight_w8a8.safetensors", "shards"])
