@@ -94,7 +94,8 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """Requests over scattered pages, whose query rows are their last tokens. With `sinks` each head has one."""
+    """Requests over scattered pages, whose query rows are their last tokens and whose K and V the backend wrote. With
+    `sinks` each head has one."""
 
     lens: Lens
     heads: int
@@ -108,7 +109,8 @@ class Paged:
         q_lens, kv_lens = [q for q, _ in self.lens], [kv for _, kv in self.lens]
         counts = [-(-kv // self.page) for kv in kv_lens]
         scattered = at.scattered(sum(counts), sum(counts) + 1).cpu().split(counts)
-        ids = [pages.sort(descending=True).values for pages in scattered]  # no page table is in order by chance
+        # A backend that reads or writes pages in order must show, so no request's table ascends by chance.
+        ids = [pages.flip(0) if pages.equal(pages.sort().values) else pages for pages in scattered]
         table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
         kv = at.pages((sum(counts) + 1) * self.page, self.page, self.kv_heads, self.dim)
         for line, pages, kv_len in zip(table, ids, kv_lens, strict=True):
@@ -116,6 +118,12 @@ class Paged:
             if at.past is not None and kv_len:
                 for pool in (kv.k, kv.v):
                     pool[int(pages[-1]), (kv_len - 1) % self.page + 1 :] = at.past
+        slots = [
+            (pages[:, None] * self.page + torch.arange(self.page)).flatten()[:kv_len]
+            for pages, kv_len in zip(ids, kv_lens, strict=True)
+        ]
+        k, v = (at.normal(sum(kv_lens), self.kv_heads, self.dim) for _ in range(2))
+        at.backend.write_kv(k, v, kv, at.int32(torch.cat(slots)))
         starts, lengths, table = (at.int32(x) for x in ([0, *accumulate(q_lens)], kv_lens, table))
         meta = AttentionMetadata(starts, lengths, table, q_lens, kv_lens, self.page)
         meta.plans[self.mask] = at.backend.plan_attention(meta, self.mask, self.heads // self.kv_heads)
@@ -154,7 +162,8 @@ def difference(
 
 
 def check_attention(backend: Backend, decoder: DecoderConfig, page_size: int, rows: int, dtype: torch.dtype) -> None:
-    """Compare attention, causal, bidirectional and under the masks of `decoder`, before any weight is loaded.
+    """Compare attention over K and V that the backend wrote, causal, bidirectional and under the masks of `decoder`,
+    before any weight is loaded.
 
     Raises UnsupportedError for another result: a draft under a causal mask would have right text and no speed.
     """

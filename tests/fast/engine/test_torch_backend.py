@@ -212,7 +212,7 @@ def test_the_block_of_a_draft_sees_itself_both_ways_and_a_verify_row_never_what_
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_start_up_refuses_a_device_whose_draft_attention_stays_causal_or_reads_the_wrong_pages(page_size):
+def test_start_up_refuses_a_device_whose_draft_attention_stays_causal_or_uses_the_wrong_pages(page_size):
     decoder = DecoderConfig(16, 16, 2, 4, 2, 8, 10, 1e-6, 1e4, 64, False, "float32", ())
 
     class Causal(TorchBackend):
@@ -223,7 +223,11 @@ def test_start_up_refuses_a_device_whose_draft_attention_stays_causal_or_reads_t
         def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> object:
             return super().plan_attention(replace(meta, page_table=meta.page_table.sort(dim=1).values), mask, group)
 
-    for wrong, said in ((Causal, "bidirectional"), (Sorted, "causal")):
+    class Astray(TorchBackend):
+        def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
+            super().write_kv(k_thd, v_thd, kv, slot_mapping.sort().values)
+
+    for wrong, said in ((Causal, "bidirectional"), (Sorted, "causal"), (Astray, "causal")):
         with pytest.raises(UnsupportedError, match=f"{said} attention .*pages of {page_size}"):
             check_attention(wrong(CPU), decoder, page_size, rows=8, dtype=torch.float32)
     for rows in (1, 8):
