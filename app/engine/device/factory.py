@@ -46,8 +46,12 @@ def make_backend(device: str, *, rank: int = 0, batch_invariant: bool = False) -
 
 
 def backend_class(kind: str, batch_invariant: bool) -> Callable[[torch.device], Backend]:
-    """Return the class of a plug-in, imported here because it needs libraries that other hosts may lack."""
+    """Return the class of a plug-in, imported here because it needs libraries that other hosts may lack. Raises
+    UnsupportedError for `batch_invariant` on an NPU."""
     if kind == "npu":
+        if batch_invariant:
+            why = "an NPU's operators choose how they sum; it is for --device cpu and cuda"
+            raise UnsupportedError(f"--batch-invariant: {why}")
         from app.engine.npu.backend import NpuBackend
 
         return NpuBackend

@@ -1,11 +1,13 @@
 """Every combination of the table is refused before weights are read, with its setting named first."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.config.engine import EngineConfig
+from app.engine.device.factory import make_backend
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import build_engine
 from app.engine.load.refusals import REFUSALS, Facts, check
@@ -48,3 +50,10 @@ def test_a_combination_is_refused_by_name_before_weights_are_read(row, example, 
 def test_the_defaults_are_refused_nowhere() -> None:
     for kind in ("cpu", "cuda", "npu"):
         check(Facts(EngineConfig(Path("target"), device=kind)))
+
+
+def test_a_backend_made_without_a_start_refuses_what_a_start_refuses() -> None:
+    with pytest.raises(UnsupportedError) as at_start:
+        check(Facts(EngineConfig(Path("target"), batch_invariant=True), kind="npu"))
+    with pytest.raises(UnsupportedError, match=re.escape(str(at_start.value))):
+        make_backend("npu", batch_invariant=True)
