@@ -33,8 +33,8 @@ _SURPRISE = 0.1  # chance of a wholly accepted probe, below which the text has c
 _SURPRISING_RUN = 0.02  # the same of a run of them
 _KEPT_AT_SURPRISE = 0.3  # weight that outcomes of all sequences keep then
 _MAX_STEPS = 16  # steps that a decision holds for, because deciding costs host time
-_MANY_SEQS = 32  # a decision holds one step longer for so many sequences, of which one always disappoints
-_DISAPPOINTING = 4  # a sequence disappoints that keeps less than one in so many of its drafts
+_MANY_SEQS = 32  # a decision holds one step longer for each 32 sequences: of many, one always disappoints
+_DISAPPOINTING = 4  # a sequence disappoints if it keeps less than one in four of its drafts
 
 
 class Widths(NamedTuple):
@@ -51,7 +51,7 @@ class History:
     first_step: int
     tried: float = 0.0  # drafts whose predecessors in the block were accepted
     accepted: float = 0.0
-    expected: float = 0.0  # of the tried ones, how many outcomes of all sequences made likely
+    expected: float = 0.0  # accepted drafts that the curve of all sequences predicted for them
     survival: list[list[float]] = field(default_factory=list)  # `[P, b]`, see `Acceptance.survival`
     drafts: int = 0
     last_probe: int = -1
@@ -62,7 +62,7 @@ class Acceptance:
     """Chances of drafts: a curve by position from all sequences, whose odds each sequence's own outcomes scale.
 
     How much an outcome of one sequence says about it depends on how much texts differ. So each of P `_OWN_PRIOR_DRAFTS`
-    has an estimate of its own, trusted as it has predicted the last outcomes.
+    has its estimate, weighted by how well it has predicted the last outcomes.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -85,7 +85,7 @@ class Acceptance:
         return (self._trust() @ chances).cumprod(axis=1)
 
     def likelihood(self, history: History, verified: int, accepted: int) -> Floats:
-        """Return the chances `[P]` that just so many of the verified drafts of a block are accepted."""
+        """Return the chances `[P]` that exactly `accepted` of a block's `verified` drafts are accepted."""
         tried = min(accepted + 1, verified)  # if all were accepted, no draft was rejected after them
         return np.array([row[accepted] - row[tried] * (tried > accepted) for row in history.survival])
 
