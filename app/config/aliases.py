@@ -64,7 +64,7 @@ _ATTENTION = "--attention-backend= --prefill-attention-backend= --decode-attenti
 _DRAFT = "--speculative-config.attention-backend= --speculative-draft-attention-backend="
 _DEVICE = f"{_ATTENTION} {_DRAFT} --sampling-backend= --mamba-scheduler-strategy="
 _VERIFY = "--speculative-config.draft-sample-method= --speculative-config.rejection-sample-method="
-_CHUNKED = "--enable-chunked-prefill --no-enable-chunked-prefill --enable-mixed-chunk --chunked-prefill-size="
+_CHUNKED = "--enable-chunked-prefill --no-enable-chunked-prefill --enable-mixed-chunk --max-prefill-tokens="
 _ALWAYS = "--async-scheduling --disable-overlap-schedule --schedule-policy= --stream-interval= --api-server-count= -cb"
 _NEVER = "--disable-custom-all-reduce --swap-space= --max-seq-len-to-capture= --additional-config= --mlock --no-mmap"
 _REQUESTS = "--disable-log-requests --no-enable-log-requests --enable-log-requests --log-requests"
@@ -96,6 +96,12 @@ PEER_FLAGS = (
     PeerFlag("--block-size", "same", "page_size", "tokens of a KV page, not the DFlash block"),
     PeerFlag("--context-length --ctx-size -c", "same", "max_model_len"),
     PeerFlag("--max-running-requests --parallel -np", "same", "max_num_seqs"),
+    PeerFlag(
+        "--batch-size -b --ubatch-size -ub --chunked-prefill-size",
+        "same",
+        "max_num_batched_tokens",
+        "the smallest if several are given",
+    ),
     PeerFlag("--max-queued-requests", "same", "max_queue"),
     PeerFlag("--disable-cuda-graph", "on", "enforce_eager"),
     PeerFlag("--watchdog-timeout", "same", "step_timeout", "SGLang ends; here the engine is started again"),
@@ -113,7 +119,7 @@ PEER_FLAGS = (
     PeerFlag("--n-gpu-layers= --gpu-layers= -ngl=", "taken", note="every layer is on --device"),
     PeerFlag(_COMPILE, "taken", note="nothing is compiled by PyTorch; see --enforce-eager"),
     PeerFlag("--cuda-graph-max-bs=", "taken", note="see --max-graphs"),
-    PeerFlag(f"{_CHUNKED} --max-prefill-tokens= -b= -ub=", "taken", note="steps have --max-num-batched-tokens"),
+    PeerFlag(_CHUNKED, "taken", note="steps have --max-num-batched-tokens"),
     PeerFlag(f"{_ALWAYS} {_NEVER}", "taken", note="there is no such choice here"),
     PeerFlag("--trust-remote-code", "taken", note="no code of a checkpoint is ever run"),
     PeerFlag("--enable-auto-tool-choice --enable-reasoning --jinja", "taken", note="the chat template decides"),

@@ -51,7 +51,12 @@ class EngineConfig:
 
     max_model_len: int | None = _setting(ENGINE, None, "longest prompt and answer together, in tokens", gt=0)
     max_num_seqs: int | None = _setting(ENGINE, None, "most sequences in one step", gt=0)
-    max_num_batched_tokens: int | None = _setting(ENGINE, None, "most target rows in one step", gt=0)
+    max_num_batched_tokens: int | None = _setting(
+        ENGINE,
+        None,
+        "most target rows in one step; a CPU's prompts take fewer, as many as fit 0.5 s beside streams",
+        gt=0,
+    )
     page_size: int | None = _setting(
         ENGINE, None, "tokens of a KV page (default: 128 on NPU, 16 elsewhere)", gt=0, le=1024
     )

@@ -148,7 +148,10 @@ class Config(BaseModel):
         SERVER, 0.0, "seconds after SIGTERM in which /ready answers 503 and new requests are still served", ge=0
     )
     step_timeout: FiniteFloat = setting(
-        SERVER, 120.0, "seconds without a step result after which an engine with work is killed and restarted", gt=0
+        SERVER,
+        120.0,
+        "seconds without a layer and a step result after which an engine with work is killed and restarted",
+        gt=0,
     )
 
     log_prompts: bool = setting(LOGS, False, "log prompts")

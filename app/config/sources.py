@@ -29,6 +29,8 @@ SETTINGS: dict[str, Any] = {
 }
 """Name -> pydantic FieldInfo. The last two are not settings themselves, but bring others."""
 SECRETS = {"api_key", "admin_key"}
+UPPER_BOUNDS = {"max_num_batched_tokens"}
+"""Settings of which the smallest counts, if several flags give one: llama-server's -b and -ub stand side by side."""
 EXCLUSIVE = {"kv_cache_memory": "memory_utilization", "memory_utilization": "kv_cache_memory"}
 
 
@@ -142,6 +144,8 @@ def _put_beneath(
         before = beneath.get(given.field)
         if before is not None and isinstance(before.value, list) and isinstance(given.value, list):
             given = given._replace(value=before.value + given.value)
+        elif before is not None and given.field in UPPER_BOUNDS:
+            given = min(before, given, key=_bound)
         elif before is not None and before.spelling != given.spelling and str(before.value) != str(given.value):
             raise ConfigError(
                 f"{before.spelling} and {given.spelling} contradict each other: {before.value} and {given.value}",
@@ -152,6 +156,11 @@ def _put_beneath(
         first, second = (beneath[field].spelling for field in EXCLUSIVE)
         raise ConfigError(f"{first} and {second} exclude each other", "give one of them")
     return {field: given for field, given in beneath.items() if EXCLUSIVE.get(field) not in above} | above
+
+
+def _bound(given: GivenSetting) -> int:
+    """Return the number that a setting gives. One that is none is the smallest, so that it is refused later."""
+    return int(text) if (text := str(given.value)).isdecimal() else -1
 
 
 def _spread(given: GivenSetting) -> Iterator[GivenSetting]:

@@ -113,13 +113,12 @@ class EngineCore:
     def _output(
         self, batch: Batch, deltas: list[TokenDelta], started: float, waits_for: str, *, has_failed: bool = False
     ) -> StepOutput:
-        """Return the step's output. The policy learns the time of a step that did not fail."""
+        """Return the step's output. The scheduler learns the time of a step that did not fail."""
         self._ended = time.perf_counter()
         scheduler = self.scheduler
         seconds = self._ended - started
-        if batch.decodes and not has_failed:
-            shape = len(batch.decodes), batch.num_drafting, batch.block_rows, batch.num_drafts
-            scheduler.policy.record_time(*shape, 1000 * seconds, prefilled=bool(batch.prefills))
+        if not has_failed:
+            scheduler.record_time(batch, seconds)
         if scheduler.last_fault:
             deltas = self.faults.end_step(deltas)
         stats = scheduler.stats(batch, seconds, waits_for)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from app.config.error import ConfigError, nearest
 from tools.bench.command import guarded
-from tools.lab import cpu, llama_cpp, step
+from tools.lab import cpu, gaps, llama_cpp, step
 
 
 class Part(NamedTuple):
@@ -21,6 +21,7 @@ class Part(NamedTuple):
 PARTS = {
     "step": Part("the cost of a decode step and of its parts, by sequences and by context", step.parser, step.bench),
     "cpu": Part("the engine on a CPU, against Transformers' `generate`", cpu.parser, cpu.bench),
+    "gaps": Part("how long streams stand still while a long prompt is read", gaps.parser, gaps.bench),
     "llama_cpp": Part(
         "llama.cpp's server, built from source, and this one, interleaved over HTTP on a CPU",
         llama_cpp.parser,

@@ -108,12 +108,14 @@ class GatedDeltaStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """Sizes that work well on a device when the user gives none. `max_blocks` is the most sequences with a draft."""
+    """What works well on a device when the user gives nothing. `max_blocks` is the most sequences with a draft."""
 
     dtype: torch.dtype
     page_size: int
     max_num_seqs: int
     max_blocks: int = 256
+    is_slow: bool = False
+    """Prompts are cut by time, because streams would stand still for seconds behind one of thousands of rows."""
 
 
 class Graph(ABC):

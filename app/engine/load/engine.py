@@ -16,6 +16,7 @@ from app.engine.core import EngineCore
 from app.engine.device.base import Backend
 from app.engine.device.comparison import check_attention
 from app.engine.device.factory import found_device, make_backend
+from app.engine.device.gated_delta import CHUNK
 from app.engine.dflash.draft_pages import DraftPages, num_draft_pages
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.dflash.model import DFlashModel
@@ -35,6 +36,7 @@ from app.engine.models.target import Target
 from app.engine.sampling.penalties import TokenCounts
 from app.engine.sampling.sampler import Sampler, ShardedSampler
 from app.engine.schedule.cache_events import CacheEvents
+from app.engine.schedule.pace import FEWEST_ROWS, Pace
 from app.engine.schedule.policy import Policy
 from app.engine.schedule.scheduler import Scheduler
 from app.engine.step.forward import Forward
@@ -202,6 +204,7 @@ def _warm(runner: ModelRunner, plan: Plan, on_progress: Progress) -> Engine:
             block_size=sizes.block_size,
             prefix_caching=config.prefix_caching and (states is None or states.num_checkpoints > 0),
             policy=policy,
+            pace=Pace(CHUNK if states else FEWEST_ROWS) if backend.defaults.is_slow else None,
             states=make_state_slots(states, sizes) if states else None,
             draft_pages=DraftPages(num_separate, sizes.page_size, sizes.scratch_pages, sizes.draft_window)
             if num_separate

@@ -9,6 +9,7 @@ from app.engine.dflash.draft_pages import DraftPages
 from app.engine.models.page_pool import OutOfPages, PagePool
 from app.engine.schedule.batch import Batch, ScheduledSequence, StepResult
 from app.engine.schedule.cache_events import CacheEvents
+from app.engine.schedule.pace import Pace
 from app.engine.schedule.policy import Policy
 from app.engine.schedule.state_slots import StateSlots
 from app.engine.sequence import NOT_FINITE, Sequence
@@ -23,9 +24,9 @@ class Scheduler:
     """First come, first served, under one budget of target rows a step.
 
     Decoding sequences are served first, so `max_num_batched_tokens >= max_num_seqs * block_size` lets all of them
-    verify a whole block; prefill chunks take the rest. If pages run out, the newest sequence is preempted: it frees
-    its pages and is recomputed later from its tokens. The caller guarantees that one sequence of `max_model_len` plus
-    two blocks fits the pool, so the oldest sequence always makes progress.
+    verify a whole block; prefill chunks take the rest, or as much of it as `pace` allows. If pages run out, the newest
+    sequence is preempted: it frees its pages and is recomputed later from its tokens. The caller guarantees that one
+    sequence of `max_model_len` plus two blocks fits the pool, so the oldest sequence always makes progress.
 
     With `prefix_caching` an admitted sequence shares the cached pages of its tokens, except the page of its last token.
     So at least one row runs, and no row is ever written to a cached or shared page.
@@ -45,6 +46,7 @@ class Scheduler:
         block_size: int,
         prefix_caching: bool = True,
         policy: Policy | None = None,
+        pace: Pace | None = None,
         states: StateSlots | None = None,
         draft_pages: DraftPages | None = None,
     ) -> None:
@@ -62,6 +64,7 @@ class Scheduler:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.policy = policy or Policy(block_size)
+        self.pace = pace
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.in_flight: set[Sequence] = set()
@@ -228,6 +231,8 @@ class Scheduler:
                 )
             )
         budget = self.max_num_batched_tokens - sum(entry.count for entry in batch.decodes)
+        if self.pace:
+            budget = min(budget, self.pace.most_rows(beside_streams=bool(decoding)))
         for seq in self.running:
             if not seq.is_decoding and budget > 0:
                 self.at_hand = seq
@@ -269,6 +274,14 @@ class Scheduler:
                 seq.cacheable = False
         self.to_start_over.clear()
         return deltas
+
+    def record_time(self, batch: Batch, seconds: float) -> None:
+        """Let the policy and the pace learn the time of a step that did not fail."""
+        if batch.decodes:
+            shape = len(batch.decodes), batch.num_drafting, batch.block_rows, batch.num_drafts
+            self.policy.record_time(*shape, 1000 * seconds, prefilled=bool(batch.prefills))
+        if self.pace:
+            self.pace.record(batch, seconds)
 
     def max_drafts(self, seq: Sequence, num_in_flight: int = 0) -> int:
         """Return how many drafts may be verified: no row is past the tokens that the request may still emit."""

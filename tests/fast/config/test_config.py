@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from app.config.aliases import PEER_FLAGS
 from app.config.engine import EngineConfig
 from app.config.error import ConfigError
+from app.config.flags import parse_flags
 from app.config.settings import Config, check_settings, flag_name
 from app.config.sources import SETTINGS, GivenSetting, load_config
 from app.config.values import parse_bytes
@@ -175,6 +176,19 @@ def test_saying_a_thing_twice_with_different_values_is_an_error_naming_both() ->
     error = refusal(flag("speculative_config", VLLM_CONFIG), flag("num_speculative_tokens", "7"))
     assert "--speculative-config" in str(error) and "--num-speculative-tokens" in str(error)
     assert load_config([flag("speculative_config", VLLM_CONFIG), flag("num_speculative_tokens", "15")])
+
+
+@pytest.mark.parametrize(
+    "flags", ["-b 2048 -ub 512", "--chunked-prefill-size 512", "--ubatch-size 4096 --max-num-batched-tokens 512 -b 600"]
+)
+def test_of_several_bounds_of_a_steps_rows_the_smallest_counts(flags: str) -> None:
+    assert load_config(parse_flags(flags.split())).engine.max_num_batched_tokens == 512
+
+
+@pytest.mark.parametrize("flags", ["-b 512 -ub none", "-ub 0 -b 512", "--chunked-prefill-size -1"])
+def test_a_bound_of_a_steps_rows_that_is_no_number_is_refused_by_its_name(flags: str) -> None:
+    with pytest.raises(ConfigError, match=r"^(-ub (none|0)|--chunked-prefill-size -1): input should be"):
+        load_config(parse_flags(flags.split()))
 
 
 def test_both_memory_limits_in_one_source_exclude_each_other() -> None:

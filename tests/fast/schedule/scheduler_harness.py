@@ -16,6 +16,7 @@ from app.engine.dflash.draft_pages import DraftPages, num_draft_pages, window_pa
 from app.engine.load.plan import Sizes
 from app.engine.models.page_pool import SCRATCH_PAGES, PagePool
 from app.engine.schedule.batch import Batch, ScheduledSequence, StepResult
+from app.engine.schedule.pace import Pace
 from app.engine.schedule.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from app.messages import Request, TokenDelta
@@ -81,6 +82,7 @@ class Harness:
         max_model_len: int = 32,
         prefix_caching: bool = False,
         draft_window: int = 0,
+        pace: Pace | None = None,
     ) -> None:
         """`spare_pages` and `spare_rows` come on top of the least that start-up allows. With a `draft_window` the draft
         has pages of its own, as many as start-up gives it."""
@@ -102,6 +104,7 @@ class Harness:
             max_model_len=max_model_len,
             block_size=block_size,
             prefix_caching=prefix_caching,
+            pace=pace,
         )
         self.prefix_caching = prefix_caching
         self.live: dict[str, Scripted] = {}
@@ -354,6 +357,9 @@ class Harness:
             assert rows.needs_logits == (rows.end == rows.seq.num_tokens)
 
         left = self.budget - sum(entry.count for entry in batch.entries)
+        if scheduler.pace:
+            left = min(left, scheduler.pace.bound - sum(entry.count for entry in batch.prefills))
+            assert left >= 0, "more rows than the pace allows"
         if left:  # no waiting sequence could have run
             assert len(in_batch) == len(scheduler.running)
             assert all(rows.needs_logits for rows in batch.prefills)
