@@ -4,11 +4,15 @@ Each engine process gets new sockets, so no message outlives the engine that sen
 """
 
 import time
+from typing import Final
 
 import msgspec
 
 from app.config.engine import EngineConfig
 from app.messages import EngineInfo, Request, StepOutput
+
+HEARTBEAT: Final = "heartbeat"
+"""File of 8 bytes beside the sockets: an integer that the engine process counts up while it computes."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):

@@ -20,6 +20,7 @@ import zmq
 
 from app import log, wire
 from app.config.engine import EngineConfig
+from app.engine import heartbeat
 from app.engine.dflash.report import AcceptanceWarning, report
 from app.engine.errors import UnsupportedError, last_words
 from app.engine.host_cores import use_own_cores
@@ -84,8 +85,9 @@ def main() -> int:
     log.set_up(config.log_level, config.log_format)
     threading.Thread(target=leave_with_parent, daemon=True).start()
     use_own_cores()
-    link = Link(commands, replies)
     folder = Path(commands.removeprefix("ipc://")).parent
+    heartbeat.share(folder / wire.HEARTBEAT)
+    link = Link(commands, replies)
     followers = Followers(
         wire.encode_config(config) + "\n",
         config.tensor_parallel_size,

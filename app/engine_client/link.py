@@ -5,6 +5,7 @@ import contextlib
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import zmq
 
 from app.engine_client.child_process import engine_environment
 from app.messages import how_ended
-from app.wire import Command, Reply
+from app.wire import HEARTBEAT, Command, Reply
 
 # A reply that was sent just before the process ended may arrive after its end.
 _LAST_WORDS_SECONDS = 0.2
@@ -42,7 +43,14 @@ class EngineLink:
             socket.set_hwm(0)  # Admission bounds the messages. A socket that drops one would lose a request.
             socket.linger = 0
         self.addresses = [f"ipc://{self.folder / name}" for name in ("commands", "replies")]
+        self._heartbeat = self.folder / HEARTBEAT
+        self._heartbeat.write_bytes(bytes(8))
         self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def num_beats(self) -> int:
+        """The count that the process raises with each layer that it computes."""
+        return int.from_bytes(self._heartbeat.read_bytes(), sys.byteorder)
 
     @classmethod
     async def open(cls, command: Sequence[str], settings: str) -> "EngineLink":

@@ -1,7 +1,7 @@
 """Supervisor of the engine process: start it, watch it, restart it, give it up.
 
-An engine process fails by its death, or by silence while it has work. Its requests then end with an error, and new ones
-are refused with the reason. The next engine is started after a pause.
+An engine process fails by its death, or if it has work and stands still. Its requests then end with an error, and new
+ones are refused with the reason. The next engine is started after a pause.
 """
 
 import asyncio
@@ -58,8 +58,9 @@ class Supervisor:
     """Engine processes, one after another.
 
     `command` is the engine's argv without the addresses, and `settings` is the JSON line for its stdin. An engine that
-    has work and is silent for `step_timeout` seconds counts as hanging. `nap` lets a part of these seconds pass.
-    `backoff` is the pause in seconds before the first restart; it doubles with every start that failed.
+    has work counts as hanging if it neither sends a result nor computes a layer for `step_timeout` seconds. `nap` lets
+    a part of these seconds pass. `backoff` is the pause in seconds before the first restart; it doubles with every
+    start that failed.
     """
 
     def __init__(
@@ -172,7 +173,7 @@ class Supervisor:
         except (OSError, zmq.ZMQError) as error:
             return Fatal(f"the engine process cannot be started: {error}", user_error=not self._was_ready)
         hang = asyncio.timeout(None)
-        watchdog = asyncio.create_task(self._watch(hang), name="engine watchdog")
+        watchdog = asyncio.create_task(self._watch(link, hang), name="engine watchdog")
         try:
             async with hang, aclosing(link.replies()) as replies:
                 async for reply in replies:
@@ -181,7 +182,7 @@ class Supervisor:
                     self._handle(reply)
             return Fatal(link.exit_reason())
         except TimeoutError:
-            reason = f"no step result within {self._step_timeout:g} s (--step-timeout): the engine hangs"
+            reason = f"no layer and no step result within {self._step_timeout:g} s (--step-timeout): the engine hangs"
         except msgspec.DecodeError as error:
             reason = f"the engine process sent a message that cannot be read: {error}"
         finally:
@@ -204,17 +205,17 @@ class Supervisor:
             self._metrics.engine_ready(reply.info)
             self._set_state(EngineState("ready", info=reply.info))
 
-    async def _watch(self, hang: asyncio.Timeout) -> None:
-        """Expire `hang` once the engine has had work for `step_timeout` seconds and sent no Stepped.
+    async def _watch(self, link: EngineLink, hang: asyncio.Timeout) -> None:
+        """Expire `hang` once the engine has had work for `step_timeout` seconds, and sent no Stepped and had no beat.
 
         Silence is counted in naps, not by the clock: after a pause of the whole server the engine can still reply.
         """
         num_silent = 0
         while num_silent < NUM_NAPS:
             await self._has_work.wait()
-            num_before = self._num_outputs
+            before = self._num_outputs, link.num_beats
             await self._nap(self._step_timeout / NUM_NAPS)
-            num_silent = num_silent + 1 if self._num_outputs == num_before else 0
+            num_silent = num_silent + 1 if (self._num_outputs, link.num_beats) == before else 0
         hang.reschedule(0.0)
 
     def _count_death(self, fatal: Fatal) -> bool:

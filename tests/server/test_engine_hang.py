@@ -1,9 +1,10 @@
-"""An engine that has work and is silent for --step-timeout is killed and started again. No other engine is."""
+"""An engine that has work and stands still for --step-timeout is killed and started again. No other engine is."""
 
 import asyncio
 import json
 import os
 import signal
+import sys
 from contextlib import contextmanager
 from queue import Queue
 
@@ -11,13 +12,14 @@ import pytest
 
 from app.engine_client import admission, supervisor
 from app.messages import Request
+from app.wire import HEARTBEAT
 from tests.fast.api.connections import connect
 from tests.fast.api.errors import TEXT as ASK
 from tests.fast.api.errors import error_of
 from tests.fast.api.served import PATIENCE, Clock, serving, until
 
 TIMEOUT = 90.0
-WHY = f"no step result within {TIMEOUT:g} s"
+WHY = f"no layer and no step result within {TIMEOUT:g} s"
 WINDOW = supervisor.DEATHS_WINDOW_SECONDS
 NAPS = supervisor.NUM_NAPS
 
@@ -84,6 +86,11 @@ class Hangable:
 
     def take_naps(self, count):
         self.server.call(lambda: self.naps.end(count))
+
+    def beat(self):
+        """Let the engine's heartbeat go on, as the layers of a step do."""
+        file = self.server.engine.supervisor._link.folder / HEARTBEAT
+        file.write_bytes((int.from_bytes(file.read_bytes(), sys.byteorder) + 1).to_bytes(8, sys.byteorder))
 
     def let_time_pass(self):
         """Let more short naps pass than the watchdog counts."""
@@ -152,6 +159,23 @@ def test_a_stall_shorter_than_the_timeout_is_survived_and_a_longer_one_is_not(ha
     os.kill(hangable.pid, signal.SIGSTOP)
     hangable.take_naps(1 + NAPS)  # The answer came in the first one.
     assert WHY in running.result().json()["error"]["message"]
+    assert server.script.see("started")
+
+
+def test_a_step_that_takes_longer_than_the_timeout_is_no_hang_while_layers_are_computed(hangable, background):
+    server = hangable.server
+    running, request_id = server.begin(background)
+    for _ in range(4):
+        hangable.take_naps(NAPS - 1)
+        hangable.beat()
+    server.script.emit(request_id, [*server.ids("fine"), 2])
+    assert running.result().json()["choices"][0]["text"] == "fine"
+    assert server.metric("engine_restarts_total") == 0
+    running, _ = server.begin(background)
+    hangable.take_naps(1)
+    hangable.beat()
+    hangable.take_naps(1 + NAPS)
+    assert WHY in running.result().json()["error"]["message"], "its last layer never ends"
     assert server.script.see("started")
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from app.engine import heartbeat
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.cpu import attention, decoder, library, linear
 from app.engine.device.base import (
@@ -78,7 +79,8 @@ class CpuBackend(TorchBackend):
 
     def make_operators(self, on_progress: Callable[[int, int], None]) -> None:
         library.on_source.set(on_progress)
-        linear.operator_for(self._dtype)
+        if linear.operator_for(self._dtype):
+            torch.ops.dflash_server.set_heartbeat(torch.from_numpy(heartbeat.count))
 
     def end_of_load(self, *, tune: bool) -> None:
         """Time products of few rows, and use PyTorch where it is faster. A small model does not, because PyTorch's

@@ -371,6 +371,11 @@ void best_of(const Tensor& x, const Tensor& weight, Tensor choices) {
 
 void set_threads(int64_t threads) { own_threads = threads; }
 void set_most_rows(int64_t rows) { most_rows = rows; }
+void set_heartbeat(const Tensor& count) {
+  static Tensor kept = count;
+  kept = count;
+  heartbeat = static_cast<int64_t*>(kept.data_ptr());
+}
 
 }  // namespace
 
@@ -406,6 +411,7 @@ STABLE_TORCH_LIBRARY(dflash_server, library) {
   library.def("best_of(Tensor x, Tensor weight, Tensor(a!) choices) -> ()");
   library.def("set_most_rows(int rows) -> ()");
   library.def("set_threads(int threads) -> ()");
+  library.def("set_heartbeat(Tensor(a!) count) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(dflash_server, CPU, library) {
@@ -413,6 +419,7 @@ STABLE_TORCH_LIBRARY_IMPL(dflash_server, CPU, library) {
   library.impl("linear_int8", TORCH_BOX(&linear_int8));
   library.impl("linear_float32", TORCH_BOX(&linear_float32));
   library.impl("best_of", TORCH_BOX(&best_of));
+  library.impl("set_heartbeat", TORCH_BOX(&set_heartbeat));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(dflash_server, CompositeExplicitAutograd, library) {

@@ -15,6 +15,7 @@
 namespace dflash_server {
 
 inline std::atomic<uint64_t> serials = 1;
+inline int64_t own_count = 0, *heartbeat = &own_count;  // grows with each work
 
 // Parts 0 to parts - 1, which any threads run in any order.
 struct Work {
@@ -43,8 +44,10 @@ class Team {
   // Run the works on this thread and on others.
   void run(const Works& works, int64_t threads) {
     if (threads <= 1) {
-      for (const auto& work : works)
+      for (const auto& work : works) {
+        ++*heartbeat;
         for (int64_t part = 0; part < work->parts; part++) work->run(part);
+      }
       return;
     }
     std::lock_guard turn(turn_);
@@ -66,6 +69,7 @@ class Team {
 
   // Open the next work that has parts, or end.
   void open() {
+    ++*heartbeat;
     while (next_ < end_ && (*next_)->parts == 0) next_++;
     const bool is_end = next_ == end_;
     Ticket ticket = ticket_.load();

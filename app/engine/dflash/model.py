@@ -12,6 +12,7 @@ from app.engine.device.base import Backend, Decode
 from app.engine.dflash.conv import ConvolvedLayer
 from app.engine.dflash.path import PathHead
 from app.engine.errors import UnsupportedError
+from app.engine.heartbeat import beat
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import DecoderLayer, StepRows, add_norm, frozen, tied_head
 from app.engine.models.weights import LayerSource, Weights, local_part
@@ -89,6 +90,7 @@ class DFlashModel(nn.Module):
                 return result[0]
         hidden, residual = embedded, None
         for layer, kv in zip(self.layers, pool.layers, strict=True):
+            beat()
             hidden, residual = layer.forward(*layer.enter(hidden, residual), rows, kv)
         return add_norm(self._backend, hidden, residual, self.norm, self.config.decoder.rms_norm_eps)[0]
 

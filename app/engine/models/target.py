@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.comm.comm import ALONE, Comm
 from app.engine.device.base import Backend, Decode
+from app.engine.heartbeat import beat
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import DecoderLayer, StepRows, add_norm, frozen, tied_head
 from app.engine.models.weights import ExpertLayout, LayerSource, Weights, local_part
@@ -74,6 +75,7 @@ class Target(nn.Module):
         ):
             return result
         for i, (layer, kv) in enumerate(zip(self.layers, pool.layers, strict=True)):
+            beat()
             normed, residual = layer.enter(hidden, residual)
             if i - 1 in self.target_layer_ids:
                 features.append(residual)
