@@ -25,7 +25,7 @@ from app.metrics import Metrics
 logger = logging.getLogger("app.access")
 
 _PROBES = {"/live", "/ready", "/health", "/metrics"}
-OPEN_PATHS = {"/", "/docs", "/openapi.json", "/live", "/ready", "/health"}
+OPEN_PATHS = {"/", "/docs", "/markdown-it.js", "/openapi.json", "/live", "/ready", "/health"}
 MAX_HEADERS = 100
 MAX_HEAD_BYTES = 2**15
 _ROUTING_HEADERS = (

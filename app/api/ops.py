@@ -1,9 +1,12 @@
 """Endpoints that generate nothing: models, tokens, probes, facts, metrics, cached prefixes, and two pages."""
 
+import re
 import time
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import ClassVar, Literal, NotRequired
@@ -26,11 +29,7 @@ from app.messages import EngineInfo
 
 router = APIRouter()
 
-_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
-    "img-src 'self' data:; base-uri 'none'; form-action 'none'"
-)
-
+_OF_FILES = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
 _NAMED = {"parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]}
 
 
@@ -292,10 +291,28 @@ def _described(state: EngineState, status: int) -> Response:
 async def page(request: Request) -> Response:
     """Return the page that shows DFlash at work in a chat, or at /docs the text of openapi.json."""
     name = "docs.html" if request.scope["route"].path == "/docs" else "index.html"
-    headers = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
-    return Response(_html(name), media_type="text/html; charset=utf-8", headers=headers)
+    html = _static(name)
+    headers = {"Content-Security-Policy": _policy(html), **_OF_FILES}
+    return Response(html, media_type="text/html; charset=utf-8", headers=headers)
+
+
+@router.get("/markdown-it.js", include_in_schema=False)
+async def markdown_library() -> Response:
+    """Return the library by which the page renders Markdown."""
+    return Response(_static("markdown-it.js"), media_type="text/javascript; charset=utf-8", headers=_OF_FILES)
 
 
 @cache
-def _html(name: str) -> bytes:
+def _static(name: str) -> bytes:
     return (Path(__file__).parent / "static" / name).read_bytes()
+
+
+@cache
+def _policy(html: bytes) -> str:
+    """Return a policy by which the page's own scripts run, and no other that might get into its text."""
+    scripts = re.findall(rb"<script[^>]*>(.*?)</script>", html, re.DOTALL)
+    digests = " ".join(f"'sha256-{b64encode(sha256(script).digest()).decode()}'" for script in scripts)
+    return (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'self' {digests}; connect-src 'self'; "
+        "img-src 'self' data:; base-uri 'none'; form-action 'none'"
+    )

@@ -176,6 +176,62 @@ def test_compare_shows_both_answers_of_one_seed_and_that_their_text_is_the_same(
     assert all(one["token_ids"] == asked[0]["token_ids"] for one in asked)
 
 
+def test_the_comparison_is_explained_where_it_is_ticked(page):
+    assert not is_shown(page, "#compared")
+    check(page, "#compare")
+    assert is_shown(page, "#compared")
+    explained = text(page, "#compared")
+    for word in ("up to 5 times with DFlash", "plain decoding", "texts must be the same", "ratio"):
+        assert word in explained, word
+    assert page.run("document.querySelector('#compare').getAttribute('aria-describedby')") == "compared"
+
+
+def test_enter_during_a_comparison_ends_it_and_sends_what_is_typed(page, server):
+    check(page, "#compare")
+    ask(page, "first")
+    server.script.emit(server.answer(server.bytes("one")), [EOS])
+    plainly = server.answer(server.bytes("o"))
+    page.until(f"document.querySelectorAll('{ANSWER}')[1].textContent === 'o'")
+    check(page, "#compare")
+    ask(page, "second")
+    assert server.script.see("Abort")["request_id"] == plainly
+    server.script.emit(server.answer(server.bytes("two")), [EOS])
+    wait_done(page)
+    assert texts(page, ".question") == ["first", "second"]
+    assert texts(page, ".turn > .meta") == ["comparison ended"]
+    assert page.run("document.querySelector('#prompt').value") == ""
+
+
+def test_enter_during_an_answer_waits_for_its_end_and_says_so(page, server):
+    check(page, "#compare")
+    ask(page, "first")
+    request_id = server.answer(server.bytes("on"))
+    page.until(f"document.querySelector('{ANSWER}').textContent === 'on'")
+    ask(page, "second")
+    assert text(page, "#status").startswith("Your message is sent when this answer is complete")
+    assert texts(page, ".question") == ["first"]
+    page.type("!")
+    assert text(page, "#status").startswith("Your message waits no longer"), "it would be sent half edited"
+    page.press("Enter")
+    check(page, "#compare")
+    server.script.emit(request_id, [*server.bytes("e"), EOS])
+    server.script.emit(server.answer(server.bytes("two")), [EOS])
+    wait_done(page)
+    assert texts(page, ".question") == ["first", "second!"]
+    assert texts(page, ANSWER) == ["one", "two"], "the first was not compared"
+
+
+def test_a_message_that_waits_stays_where_it_was_typed_if_the_answer_is_stopped(page, server):
+    ask(page, "first")
+    server.answer(server.bytes("on"))
+    page.until(f"document.querySelector('{ANSWER}').textContent === 'on'")
+    ask(page, "second")
+    page.press("Escape")
+    page.until("!document.querySelector('#send').hidden")
+    assert texts(page, ".question") == ["first"]
+    assert page.run("document.querySelector('#prompt').value") == "second"
+
+
 def test_compare_gives_the_ratio_of_several_answers_by_the_engines_clock(page, server):
     check(page, "#compare")
     ask(page, "go")
@@ -286,6 +342,80 @@ def test_text_of_the_model_is_never_read_as_html(page, server):
     assert page.run("document.images.length") == 0
 
 
+HARMFUL = """<img src=x onerror=a()><script>a()</script>
+
+[a](javascript:a()) [b](JaVaScRiPt&#58;a()) [c](data:text/html,x) [d](/v1) ![e](http://127.0.0.1/e.png)
+
+[f](https://f.f/ "f") [g](mailto:g@g.g)
+
+    <b>code</b>
+"""
+
+
+def markdown(tab: Tab, server: Server, *parts: str) -> None:
+    """Hide the steps, ask, and wait until the whole answer is rendered."""
+    check(tab, "#colours")
+    go(tab, server, *parts)
+    tab.until("document.querySelector('.prose:not(.reasoning)').lastElementChild")
+
+
+def test_without_steps_the_answer_is_markdown_and_with_them_as_it_came(page, server):
+    markdown(
+        page, server, "# Even\n\nUse `x %", " 2`:\n\n```python\ndef even(x):\n", "    return x\n```\n\n- a\n- **b**\n"
+    )
+    page.until("document.querySelectorAll('.prose li').length === 2")
+    tags = page.run("[...document.querySelector('.prose:not(.reasoning)').children].map((child) => child.tagName)")
+    assert tags == ["H1", "P", "PRE", "UL"]
+    assert text(page, ".prose pre") == "def even(x):\n    return x\n"
+    family = "getComputedStyle(document.querySelector({!r})).fontFamily"
+    assert "monospace" in page.run(family.format(".prose pre code"))
+    assert "monospace" not in page.run(family.format(".prose p"))
+    assert [is_shown(page, box) for box in (ANSWER, ".prose:not(.reasoning)")] == [False, True]
+    check(page, "#colours")
+    assert [is_shown(page, box) for box in (ANSWER, ".prose:not(.reasoning)")] == [True, False]
+    assert "```python" in text(page, ANSWER)
+
+
+def test_markdown_follows_the_stream(page, server):
+    check(page, "#colours")
+    ask(page, "go")
+    request_id = server.answer(server.bytes("- *a"))
+    page.until("document.querySelector('.prose li')?.textContent === '*a'")
+    server.script.emit(request_id, [*server.bytes("*"), EOS])
+    page.until("document.querySelector('.prose li > em')?.textContent === 'a'")
+
+
+def test_steps_hidden_after_an_answer_turn_all_answers_into_markdown(page, server):
+    for answer in ("*one*", "*two*"):
+        plan(server, answer)
+        ask(page, "go")
+        wait_done(page)
+    assert page.run("document.querySelectorAll('.prose em').length") == 0
+    check(page, "#colours")
+    page.until("document.querySelectorAll('.prose em').length === 2")
+
+
+def test_a_models_markdown_brings_no_html_no_script_no_image_and_only_links_to_the_web_and_mail(page, server):
+    markdown(page, server, HARMFUL)
+    page.until("document.querySelector('.prose pre')")
+    shown = page.run("document.querySelector('.prose:not(.reasoning)').innerHTML")
+    assert set(re.findall(r"<(\w+)", shown)) == {"p", "a", "pre", "code"}
+    links = "[...document.querySelectorAll('.prose a')].map((link) => [link.href, link.target, link.rel])"
+    safe = ["_blank", "noopener noreferrer"]
+    assert page.run(links) == [[href, *safe] for href in ("http://127.0.0.1/e.png", "https://f.f/", "mailto:g@g.g")]
+    assert text(page, ".prose pre") == "<b>code</b>\n"
+    assert not [url for url in page.requests if "e.png" in url]
+
+
+def test_a_script_that_got_into_the_page_would_not_run(page, server):
+    page.run("document.body.insertAdjacentHTML('beforeend', '<img src=data:, onerror=\"window.ran = 1\">')")
+    page.until("document.images[0].complete")
+    page.run("Object.assign(document.body.appendChild(document.createElement('script')), { text: 'window.ran = 2' })")
+    assert page.run("window.ran") is None
+    assert {complaint["source"] for complaint in page.complaints} == {"security"}
+    page.complaints.clear()
+
+
 def test_reasoning_is_shown_apart_from_the_answer_and_both_in_steps(tab, model_folder):
     with serving(model_folder, reasoning_parser="qwen3") as server:
         server.ready()
@@ -297,7 +427,7 @@ def test_reasoning_is_shown_apart_from_the_answer_and_both_in_steps(tab, model_f
             server.script.emit(request_id, server.bytes(step))
         server.script.emit(request_id, [EOS])
         wait_done(tab)
-        assert texts(tab, ".reasoning") == ["so it is"]
+        assert texts(tab, ".text.reasoning") == ["so it is"]
         assert texts(tab, ANSWER) == ["yes and no"]
 
 
@@ -379,16 +509,32 @@ def test_tools_that_are_no_json_are_not_sent_and_their_field_says_so(page, serve
     set_field(page, "#tools", "[{")
     set_field(page, "#prompt", "go")
     page.run("document.querySelector('#composer').requestSubmit()")  # a key beside a change of size may be lost
-    page.until("document.querySelector('#tools-error').checkVisibility()")
-    assert text(page, "#tools-error").startswith("This is no JSON: ")
-    alarm = page.run("getComputedStyle(document.querySelector('#tools-error')).color")
+    page.until("document.querySelector('#tools + .error').checkVisibility()")
+    assert text(page, "#tools + .error").startswith("This is no JSON: ")
+    alarm = page.run("getComputedStyle(document.querySelector('#tools + .error')).color")
     assert page.run("getComputedStyle(document.querySelector('#tools')).borderColor") == alarm
     assert page.run("document.querySelector('#prompt').value") == "go"
     set_field(page, "#tools", "")
     plan(server, "fine")
     page.run("document.querySelector('#composer').requestSubmit()")
     wait_done(page)
-    assert text(page, "#tools-error") == ""
+    assert text(page, "#tools + .error") == ""
+
+
+def test_what_is_wrong_in_the_settings_leaves_the_focus_where_the_user_types(page):
+    check(page, "#settings summary")
+    for field, typed in (("#tools", "[{"), ("#temperature", "1e")):
+        page.run(f"document.querySelector('{field}').focus()")
+        page.type(typed)
+        page.run("document.querySelector('#prompt').focus()")
+        page.type("a")
+        assert page.run("document.activeElement.id") == "prompt"
+        assert text(page, f"{field} + .error")
+    assert page.run("document.querySelector('#prompt').value") == "aa"
+    page.press("Enter")
+    assert page.run("document.activeElement.id") == "prompt"
+    assert text(page, "#status") == "Not sent: a setting is wrong"
+    assert texts(page, ".question") == []
 
 
 def test_the_welcome_names_the_model_its_limits_and_the_other_pages(page, server):

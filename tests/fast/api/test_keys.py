@@ -117,9 +117,9 @@ def test_the_sdk_takes_the_key_and_names_the_refusal(server):
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-@pytest.mark.parametrize("path", ["/live", "/ready", "/health", "/", "/docs", "/openapi.json"])
+@pytest.mark.parametrize("path", ["/live", "/ready", "/health", "/", "/docs", "/markdown-it.js", "/openapi.json"])
 def test_probes_and_pages_need_no_key(server, monkeypatch, method, path):
-    monkeypatch.setattr(ops, "_html", lambda name: b"<p>page")
+    monkeypatch.setattr(ops, "_static", lambda name: b"<p>page")
     assert server.http.request(method, path).status_code == 200
     assert server.http.request(method, path, headers={"Authorization": "Bearer wrong"}).status_code == 200
 
@@ -206,7 +206,7 @@ def test_a_star_allows_all_origins_and_nothing_said_allows_none(model_folder, ow
 @pytest.mark.parametrize("prefix", ["", "/llm"])
 def test_a_proxy_may_strip_its_prefix_or_leave_it(proxied_server, monkeypatch, prefix):
     server = proxied_server
-    monkeypatch.setattr(ops, "_html", lambda name: b"<p>page")
+    monkeypatch.setattr(ops, "_static", lambda name: b"<p>page")
     server.script.plan([*server.ids("fine"), 2])
     answer = server.http.post(f"{prefix}/v1/completions", json=ASK, headers=BEARER)
     assert answer.json()["choices"][0]["text"] == "fine"
@@ -225,7 +225,7 @@ def test_no_path_slips_past_the_keys_by_the_prefix(proxied_server, path):
 
 
 def test_the_bare_prefix_leads_to_the_page(proxied_server, monkeypatch):
-    monkeypatch.setattr(ops, "_html", lambda name: b"<p>page")
+    monkeypatch.setattr(ops, "_static", lambda name: b"<p>page")
     for method in ("GET", "HEAD"):
         response = proxied_server.http.request(method, "/llm")
         assert (response.status_code, response.headers["location"]) == (307, "/llm/")

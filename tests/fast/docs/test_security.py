@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import hashlib
 import re
 import stat
 from collections.abc import Iterator
@@ -69,6 +70,13 @@ def test_nothing_that_comes_from_outside_is_run() -> None:
     reader = "engine/dflash/model.py"
     assert found == {reader: ["torch.load"]}
     assert (APP / reader).read_text(encoding="utf-8").count("torch.load(file, weights_only=True") == 1
+
+
+def test_the_pages_library_is_the_published_file() -> None:
+    """No line of it was changed by hand, and an update changes the version, the digest and the licences together."""
+    static = APP / "api" / "static"
+    told = re.findall(r"^sha256: (\w{64})$", (static / "markdown-it.LICENSE.txt").read_text("utf-8"), re.MULTILINE)
+    assert told == [hashlib.sha256((static / "markdown-it.js").read_bytes()).hexdigest()]
 
 
 def test_no_code_of_a_checkpoint_is_asked_for() -> None:
