@@ -54,6 +54,7 @@ def table(page: str, first_heading: str) -> list[list[str]]:
 GUIDE = read("docs/ascend.md")
 COMPOSE = read("docker/compose.yaml")
 MANIFEST = read("docker/k8s.yaml")
+MANIFESTS = {name: read(f"docker/{name}") for name in ("k8s.yaml", "k8s-cuda.yaml", "k8s-cpu.yaml")}
 README_SECTION = read("README.md").partition("\n## Docker")[2].partition("\n## ")[0]
 
 
@@ -84,11 +85,12 @@ def validate_manifest(text: str) -> None:
             kubernetes_validate.validate(document, version, strict=True)
 
 
-def test_the_kubernetes_manifest_fits_its_schemas() -> None:
-    validate_manifest(MANIFEST)
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_the_kubernetes_manifests_fit_their_schemas(name: str) -> None:
+    validate_manifest(MANIFESTS[name])
     for right, wrong in (("replicas: 1", "replicas: one"), ("readinessProbe:", "readynessProbe:")):
         with pytest.raises(kubernetes_validate.ValidationError):
-            validate_manifest(MANIFEST.replace(right, wrong))
+            validate_manifest(MANIFESTS[name].replace(right, wrong))
 
 
 JOBS = yaml.safe_load(read("docker/prometheus.yml"))["scrape_configs"]
@@ -195,16 +197,21 @@ def flag_errors(text: str) -> list[str]:
 def texts_with_flags() -> dict[str, str]:
     """Our files, without the table of flags that are vLLM's alone, which has a test of its own."""
     theirs = GUIDE.partition("| theirs | what to do here |")[2].partition("\n\n")[0]
-    files = {name: read(f"docker/{name}") for name in (*DOCKERFILES, "compose.yaml", "k8s.yaml", "entrypoint-npu.sh")}
+    files = {name: read(f"docker/{name}") for name in (*DOCKERFILES, "compose.yaml", "entrypoint-npu.sh")} | MANIFESTS
     return files | {"docs/ascend.md": GUIDE.replace(theirs, ""), "README.md, Docker": README_SECTION}
 
 
+def pod_of(manifest: str) -> dict[str, Any]:
+    return dict(yaml.safe_load(manifest.partition("---")[0])["spec"]["template"]["spec"])
+
+
 def test_the_arguments_of_the_manifests_are_taken_by_the_command_line() -> None:
-    arguments = yaml.safe_load(MANIFEST.partition("---")[0])["spec"]["template"]["spec"]["containers"][0]["args"]
-    assert arguments[0] == "serve"
-    load_config(parse_flags(arguments[1:]))
-    with pytest.raises(ConfigError):
-        parse_flags([*arguments[1:], "--draft-modell", "x"])
+    for manifest in MANIFESTS.values():
+        arguments = pod_of(manifest)["containers"][0]["args"]
+        assert arguments[0] == "serve"
+        load_config(parse_flags(arguments[1:]))
+        with pytest.raises(ConfigError):
+            parse_flags([*arguments[1:], "--draft-modell", "x"])
     for command in re.findall(r"dflash-server:npu serve (.*)", GUIDE):
         load_config(parse_flags(command.split()))
 
@@ -271,8 +278,9 @@ def probed_paths() -> Iterator[tuple[str, str]]:
     for name in DOCKERFILES:
         yield from ((name, path) for path in re.findall(r"'GET', '([^']+)'", read(f"docker/{name}")))
     yield from (("haproxy.cfg", path) for path in re.findall(r"meth GET uri (\S+)", read("docker/haproxy.cfg")))
-    yield from (("k8s.yaml", path) for path in re.findall(r"\bpath: (/[\w/]*)", MANIFEST))
-    yield from (("k8s.yaml", path) for path in re.findall(r"prometheus.io/path: (\S+)", MANIFEST))
+    for name, manifest in MANIFESTS.items():
+        yield from ((name, path) for path in re.findall(r"\bpath: (/[\w/]*)", manifest))
+        yield from ((name, path) for path in re.findall(r"prometheus.io/path: (\S+)", manifest))
     for job in JOBS:
         labels = job.get("relabel_configs", [])
         targets = [label["replacement"] for label in labels if label["target_label"] == "__param_target"]
@@ -284,7 +292,7 @@ def probed_paths() -> Iterator[tuple[str, str]]:
 
 def test_every_path_that_is_asked_is_served() -> None:
     asked = list(probed_paths())
-    assert {where for where, _ in asked} >= {*DOCKERFILES, "haproxy.cfg", "k8s.yaml", "dflash", "dflash-ready"}
+    assert {where for where, _ in asked} >= {*DOCKERFILES, *MANIFESTS, "haproxy.cfg", "dflash", "dflash-ready"}
     for where, path in asked:
         assert path in PATHS, f"{where}: {path}"
     assert "/readyz" not in PATHS
@@ -344,14 +352,30 @@ def test_files_that_compose_mounts_exist() -> None:
     assert mounted and all((DOCKER / path).exists() for path in mounted)
 
 
-def test_a_pod_is_given_the_time_that_the_server_takes_to_end_and_to_load() -> None:
-    pod = yaml.safe_load(MANIFEST.partition("---")[0])["spec"]["template"]["spec"]
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_pod_is_given_the_time_that_the_server_takes_to_end_and_to_load(name: str) -> None:
+    pod = pod_of(MANIFESTS[name])
     (container,) = pod["containers"]
     drain = load_config(parse_flags(container["args"][1:])).shutdown_timeout
     pause = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod["terminationGracePeriodSeconds"] >= pause + drain + 10
     assert container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"] == 1800
     assert int(re.findall(r"--stop-timeout (\d+)", GUIDE)[0]) >= Config.model_fields["shutdown_timeout"].default + 10
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_pod_on_another_device_differs_by_its_device_and_model_only(kind: str) -> None:
+    pod, npus = pod_of(MANIFESTS[f"k8s-{kind}.yaml"]), pod_of(MANIFEST)
+    (container,), (other,) = pod["containers"], npus["containers"]
+    assert container["image"] == other["image"].replace(":npu", f":{kind}")
+    assert not re.search(r"(?i)davinci|ascend|huawei|NPU", MANIFESTS[f"k8s-{kind}.yaml"])
+    assert container["resources"]["limits"].get("nvidia.com/gpu") == (1 if kind == "cuda" else None)
+    requested, limits = container["resources"]["requests"], container["resources"]["limits"]
+    assert kind == "cuda" or requested == limits, "threads beyond the quota would throttle all"
+    for name in ("ports", "startupProbe", "readinessProbe", "livenessProbe", "lifecycle", "securityContext"):
+        assert container[name] == other[name], name
+    services = [manifest.partition("---")[2] for manifest in MANIFESTS.values()]
+    assert len(set(services)) == 1
 
 
 def test_variables_that_compose_reads_are_explained_at_its_top() -> None:
