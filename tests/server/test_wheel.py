@@ -59,5 +59,7 @@ def test_the_device_is_checked_from_the_wheel(alone: Path) -> None:
 
 def test_the_wheel_says_and_has_its_licence(installed: Path) -> None:
     (facts,) = installed.glob("*.dist-info")
-    assert "License-Expression: Apache-2.0" in (facts / "METADATA").read_text(encoding="utf-8")
+    assert "License-Expression: Apache-2.0 AND MIT AND BSD-2-Clause" in (facts / "METADATA").read_text(encoding="utf-8")
     assert "Apache License" in (facts / "licenses" / "LICENSE").read_text(encoding="utf-8")
+    library = installed / "app" / "api" / "static" / "markdown-it.LICENSE.txt"
+    assert (facts / "licenses" / library.relative_to(installed)).read_bytes() == library.read_bytes()
