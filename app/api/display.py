@@ -1,5 +1,7 @@
 """Display of the start at a terminal: a progress bar, then a box that says where to go."""
 
+import asyncio
+import contextlib
 import json
 import logging
 import shlex
@@ -15,6 +17,9 @@ from app.engine_client.supervisor import EngineState
 from app.messages import EngineInfo
 
 logger = logging.getLogger(__name__)
+
+_PROGRESS_SECONDS = 15.0
+"""Time between two lines of the log about one stage."""
 
 
 async def show_start(engine: EngineClient, url: str, model: str) -> None:
@@ -32,8 +37,8 @@ async def show_start(engine: EngineClient, url: str, model: str) -> None:
             request = shlex.join(["curl", f"{url}/v1/chat/completions", "-d", body])
             console.print("try:", request, markup=False, highlight=False, soft_wrap=True)
         else:
-            what = state.info.target, state.info.device, time.monotonic() - began, model, url
-            logger.info("ready: %s on %s after %.0f s, serving %s at %s", *what)
+            seconds = time.monotonic() - began
+            logger.info("ready: %s", ready_line(state.info, seconds, url, model))
             if state.info.state_bytes:
                 logger.info("state: %s", state_line(state.info))
         while engine.state.phase == "ready":
@@ -41,7 +46,8 @@ async def show_start(engine: EngineClient, url: str, model: str) -> None:
 
 
 async def _show_loading(engine: EngineClient, console: Console) -> EngineState:
-    """Show the stage in one line on a terminal, else log a line for every stage. Return the state after loading.
+    """Show the stage in one line on a terminal, else log a line for every stage, and for a long one from time to time.
+    Return the state after loading.
 
     One line, because log lines, most of them the engine's, would overwrite more on a terminal.
     """
@@ -50,17 +56,34 @@ async def _show_loading(engine: EngineClient, console: Console) -> EngineState:
     is_shown = console.is_terminal and engine.state.phase == "loading"  # and not at the end of the server
     shown: AbstractContextManager[object] = bar if is_shown else nullcontext()
     stage, task = "starting", bar.add_task("starting", total=None)
+    began = logged = time.monotonic()
     with shown:
         while engine.state.phase == "loading":
-            if (progress := engine.state.progress) is not None:
+            progress, now = engine.state.progress, time.monotonic()
+            if progress is not None:
                 if progress.stage != stage:
                     bar.remove_task(task)
-                    stage, task = progress.stage, bar.add_task(progress.stage)
+                    stage, task, began, logged = progress.stage, bar.add_task(progress.stage), now, now
                     if not console.is_terminal:
                         logger.info("loading: %s", stage)
                 bar.update(task, completed=progress.done, total=max(1, progress.total))
-            await engine.supervisor.next_state()
+            if not console.is_terminal and now - logged >= _PROGRESS_SECONDS:
+                logged = now
+                share = f", {progress.done / max(1, progress.total):.0%} done" if progress is not None else ""
+                logger.info("loading: %s, %.0f s%s", stage, now - began, share)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_PROGRESS_SECONDS):
+                    await engine.supervisor.next_state()
     return engine.state
+
+
+def ready_line(info: EngineInfo, seconds: float, url: str, model: str) -> str:
+    """Return the line of the log for an engine that is ready after `seconds`."""
+    draft = f"draft {info.draft}" if info.draft else "no draft, one token a step"
+    return (
+        f"{info.target} on {info.device} after {seconds:.0f} s, context {info.max_model_len} tokens, {draft}, "
+        f"serving {model} at {url}"
+    )
 
 
 def ready_table(info: EngineInfo, url: str, model: str) -> Table:

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
+from app.engine.cpu import host_probes as cpu_host
 from app.engine.cuda import host_probes as cuda_host
 from app.engine.device.probe import Finding, Probe, failed, ok, warning
 from app.engine.npu import host_probes as npu_host
@@ -67,7 +68,7 @@ def probes(device: str, ranks: int = 1) -> list[Probe]:
     """
     settled = _settled(device)
     kind = settled.partition(":")[0]
-    host = {"cuda": cuda_host.probes, "npu": npu_host.probes}[kind](settled) if kind != "cpu" else []
+    host = {"cpu": cpu_host.probes, "cuda": cuda_host.probes, "npu": npu_host.probes}[kind](settled)
 
     @cache
     def opened() -> "Backend":

@@ -35,20 +35,55 @@ def cache(name: str) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
         folder = user_folder(name)
         if folder is None:
-            logger.info("no %s are kept: set XDG_CACHE_HOME to a writable folder of this user only", name)
+            remedy = "set XDG_CACHE_HOME to a writable folder of this user only"
+            logger.warning("no %s are kept, so each start compiles anew: %s", name, remedy)
             folder = Path(stack.enter_context(work_folder(None)))
         stack.callback(_tidy, folder)
         yield folder
 
 
+@contextlib.contextmanager
+def room(folder: Path, num_bytes: int) -> Iterator[Path]:
+    """Yield a folder that holds `num_bytes` of code: `folder`, or with a warning a temporary one.
+
+    Raises OSError, with the reason of each, if neither does. That is found before anything is compiled.
+    """
+    with contextlib.ExitStack() as stack:
+        place = folder
+        if reason := _why_no_room(folder, num_bytes):
+            place = Path(stack.enter_context(work_folder(None)))
+            both = f"{folder} cannot be used ({reason})"
+            if other := _why_no_room(place, num_bytes):
+                raise OSError(f"{both}, nor can {place.parent} ({other}): free {num_bytes >> 20} MiB in one of them")
+            remedy = "free some, or set XDG_CACHE_HOME"
+            logger.warning("%s, so each start compiles anew, in %s: %s", both, place.parent, remedy)
+        yield place
+
+
+def _why_no_room(folder: Path, num_bytes: int) -> str:
+    """Return why `num_bytes` of code cannot be written to a folder and loaded from there, or ""."""
+    try:
+        if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+            return "mounted noexec"
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 def user_folder(name: str) -> Path | None:
-    """Return the user's folder, made if it is missing, or None where another user could put files into it."""
+    """Return the user's folder, made if it is missing, or None where another user could put files into it.
+
+    It may be read-only: what an image has in it is used.
+    """
     with contextlib.suppress(OSError, RuntimeError):  # a user may have no home
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-server" / name
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        is_ours = folder.stat().st_uid == os.getuid() and _owners_above(folder) <= {0, os.getuid()}
-        if is_ours and os.access(folder, os.W_OK):
-            folder.chmod(0o700)
+        found = folder.stat()
+        if found.st_uid == os.getuid() and _owners_above(folder) <= {0, os.getuid()}:
+            if found.st_mode & 0o077:
+                folder.chmod(0o700)
             return folder
     return None
 

@@ -1,5 +1,6 @@
 """C++ of this package, compiled by g++ for this processor and kept for the next start."""
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -7,20 +8,21 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextvars import ContextVar
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from app.engine.cache_folder import cache, work_folder
+from app.engine.cache_folder import cache, room, work_folder
 
 logger = logging.getLogger(__name__)
 
 on_source: ContextVar[Callable[[int, int], None]] = ContextVar("on_source", default=lambda done, total: None)
 """Called with (sources compiled, sources in all)."""
-_SECONDS = 300  # A source takes 3 to 13 seconds of a processor, and the longest comes first.
+_SECONDS = 900  # A source takes 3 to 25 seconds of a processor, which others may use too. The longest comes first.
+_ROOM = 16 << 20
+"""Bytes of a disk that suffice by far: the compiler's files and the library take 2 MiB."""
 _TORCH = Path(torch.__file__).parent
 _FACTS = (b"model name", b"flags", b"Features", b"CPU part")
 _FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC")
@@ -29,19 +31,23 @@ _FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC")
 def load_operators(*sources: Path) -> None:
     """Register the operators of C++ sources, which are compiled into one library unless an earlier start has kept it.
 
-    Raises RuntimeError or OSError if they cannot be made here. Operators of one name are registered once a process.
+    Raises RuntimeError or OSError, which say what to do, if they cannot be made here. Operators of one name are
+    registered once a process.
     """
     if not shutil.which(compiler()):
-        raise RuntimeError("there is no g++")
+        named = f"CXX={compiler()} is not there" if "CXX" in os.environ else "there is no g++"
+        raise RuntimeError(f"{named} (Debian and Ubuntu: apt install g++)")
     with cache("libraries") as folder:
         library = folder / f"{sources[0].stem}-{_digest(sources)}.so"
+        with contextlib.suppress(OSError):  # missing, or in a read-only folder
+            os.utime(library)  # the last use counts
         try:
             check_sealed(library)
-            os.utime(library)  # the last use counts
             torch.ops.load_library(library)
         except (OSError, RuntimeError):  # missing, damaged, or made for another system's libraries
-            compile_sources(sources, library)
-            torch.ops.load_library(library)
+            with room(folder, _ROOM) as place:
+                compile_sources(sources, place / library.name)
+                torch.ops.load_library(place / library.name)
 
 
 def compiler() -> str:
@@ -74,9 +80,14 @@ def compile_sources(sources: Sequence[Path], library: Path) -> None:
     """Compile one source a core, and link under another name first, so no other process sees half a library."""
     report = on_source.get()
     flags = *_FLAGS, f"-I{_TORCH / 'include'}", "-c"
+    logger.info(
+        "%s compiles the CPU's operators, once, in about a minute of processor time: into %s", compiler(), library
+    )
     report(0, len(sources))
     with work_folder(library.parent) as work, ThreadPoolExecutor(os.cpu_count()) as threads:
-        for done, _ in enumerate(threads.map(partial(_run, work), [(*flags, str(source)) for source in sources]), 1):
+        compiling = [threads.submit(_run, work, (*flags, str(source))) for source in sources]
+        for done, source in enumerate(as_completed(compiling), 1):
+            source.result()
             report(done, len(sources))
         objects = (f"{source.stem}.o" for source in sources)
         _run(work, ("-shared", *objects, "-o", library.name, f"-L{_TORCH / 'lib'}", "-ltorch_cpu"))
@@ -89,7 +100,11 @@ def compile_sources(sources: Sequence[Path], library: Path) -> None:
 def _run(work: str, arguments: Sequence[str]) -> None:
     """Run the compiler in the folder `work`. Raises RuntimeError."""
     env = os.environ | {"TMPDIR": work}
-    done = subprocess.run([compiler(), *arguments], capture_output=True, text=True, cwd=work, env=env, timeout=_SECONDS)
+    command = [compiler(), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=work, env=env, timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{compiler()} has not compiled it within {_SECONDS} s") from None
     if done.returncode:
         raise RuntimeError(f"{compiler()} cannot compile it: {done.stderr.strip()[-500:]}")
 

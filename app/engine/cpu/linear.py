@@ -31,6 +31,8 @@ _ROUNDS = 5
 _FASTER = 1.1
 """PyTorch's product has to be faster by this factor, because a difference below it is noise."""
 
+SLOWER = "PyTorch's operators run, and answers take about 3 to 5 times as long"
+
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -69,12 +71,20 @@ def set_threads(threads: int) -> None:
 
 
 @cache
-def compiled() -> Multiply | None:
-    """Return the operator of linear.cpp, which is compiled at the first call, or None if that fails."""
+def why_not_compiled() -> str:
+    """Return why this package's operators are not here, with what to do, or "". They are compiled at the first call."""
     try:
         load_operators(*map(Path(__file__).with_name, ("linear.cpp", "attention.cpp", "rotate.cpp", "decoder.cpp")))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        logger.info("products of few rows: PyTorch's, because %s", error)
+        return f"{SLOWER}, because {error}"
+    return ""
+
+
+@cache
+def compiled() -> Multiply | None:
+    """Return the operator of linear.cpp, or None where it cannot be compiled."""
+    if reason := why_not_compiled():
+        logger.warning("%s", reason)
         return None
     operator: Multiply = torch.ops.dflash_server.linear.default
     return operator

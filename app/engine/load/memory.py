@@ -143,20 +143,25 @@ def settle_pages(
     config: EngineConfig, sizes: Sizes, kv_bytes: int, token_bytes: int, reserved: int = 0
 ) -> tuple[Sizes, int]:
     """Return the sizes, and the pages in `kv_bytes` less `reserved` bytes, with scratch pages, at most as many as all
-    sequences can use. One sequence of `max_model_len` must fit, which is shortened until it does if the user left it
-    open. Otherwise raises UnsupportedError with the numbers."""
+    sequences can use. One sequence of `max_model_len` must fit, which is shortened until it does, with a warning, if
+    the user left it open. Otherwise raises UnsupportedError with the numbers."""
     page_bytes = sizes.page_size * token_bytes
     num_pages = max(0, kv_bytes - reserved) // page_bytes
     needed = sizes.pages_per_sequence + sizes.scratch_pages
+    enough = f"--kv-cache-memory {-(-(needed * page_bytes + reserved) // 2**20)}MiB"
+    given = f"{max(0, kv_bytes) / 2**20:.0f} MiB for KV"
     if num_pages < needed and config.max_model_len is None:
         fitting = (num_pages - sizes.scratch_pages) * sizes.page_size - 2 * sizes.block_size
         if fitting >= MIN_MODEL_LEN:
+            logger.warning(
+                "context shortened from %d to %d tokens, because %s hold no more: give %s, or --max-model-len %d",
+                *(sizes.max_model_len, fitting, given, enough, fitting),
+            )
             sizes = replace(sizes, max_model_len=fitting)
             needed = num_pages
     if num_pages < needed:
         raise UnsupportedError(
-            f"{max(0, kv_bytes) / 2**20:.0f} MiB for KV hold {num_pages} pages of {sizes.page_size} tokens, but one "
-            f"sequence of --max-model-len {sizes.max_model_len} needs {needed}: give --kv-cache-memory "
-            f"{-(-(needed * page_bytes + reserved) // 2**20)}MiB, or a smaller --max-model-len"
+            f"{given} hold {num_pages} pages of {sizes.page_size} tokens, but one sequence of --max-model-len "
+            f"{sizes.max_model_len} needs {needed}: give {enough}, or a smaller --max-model-len"
         )
     return sizes, min(num_pages, sizes.most_pages)

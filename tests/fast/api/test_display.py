@@ -1,6 +1,8 @@
 """Lines about the start, for people who wait for it."""
 
 import asyncio
+import logging
+from dataclasses import replace
 from io import StringIO
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +11,10 @@ import pytest
 from rich.console import Console
 
 from app.api import display
-from app.api.display import ready_table, show_start, state_line
+from app.api.display import ready_line, ready_table, show_start, state_line
 from app.engine_client.supervisor import EngineState, Phase
 from app.messages import EngineInfo
+from app.wire import LoadProgress
 
 
 def engine(**states: int) -> EngineInfo:
@@ -59,3 +62,29 @@ def test_a_bar_is_drawn_while_the_engine_loads_and_not_when_it_ends(
     asyncio.run(show_start(client, "http://h:1", "tiny"))
     assert not states and "starting" in shown[0] and "dflash-server is ready" in shown[1]
     assert terminal.file.getvalue() == shown[1]  # type: ignore[attr-defined]
+
+
+def test_without_a_terminal_a_long_stage_is_told_from_time_to_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(display, "_PROGRESS_SECONDS", 0.01)
+    monkeypatch.setattr(display, "Console", lambda **_: Console(file=StringIO(), force_terminal=False))
+
+    async def silent() -> None:
+        """A compiler that says nothing, until the log has three lines of it."""
+        while len(caplog.messages) < 3:
+            await asyncio.sleep(0.001)
+        client.state = EngineState("dead")
+
+    compiling = EngineState("loading", progress=LoadProgress("compiling", 1, 4))
+    client: Any = SimpleNamespace(state=compiling, supervisor=SimpleNamespace(next_state=silent))
+    with caplog.at_level(logging.INFO):
+        asyncio.run(show_start(client, "http://h:1", "tiny"))
+    first, *later = caplog.messages
+    assert first == "loading: compiling" and set(later) == {"loading: compiling, 0 s, 25% done"}
+
+
+@pytest.mark.parametrize(("draft", "said"), [("/drafts/d", "draft /drafts/d"), (None, "no draft, one token a step")])
+def test_the_line_of_a_ready_engine_has_its_context_and_its_draft(draft: str | None, said: str) -> None:
+    line = ready_line(replace(engine(), draft=draft), 12.0, "http://h:1", "tiny")
+    assert line == f"t on cpu after 12 s, context 64 tokens, {said}, serving tiny at http://h:1"

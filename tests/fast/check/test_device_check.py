@@ -40,7 +40,7 @@ def test_on_a_cpu_everything_is_asked_and_nothing_fails() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     names = [line.split()[0] for line in lines[:-1]]
-    assert names == ["torch", "backend", "memory", *probes.OPERATORS]
+    assert names == ["torch", "compiler", "backend", "memory", *probes.OPERATORS]
     assert {line.index("ok ") for line in lines[:-1]} == {len("bidirectional_attention") + 2}
     assert lines[-1] == "nothing failed"
 
@@ -287,6 +287,21 @@ def test_the_operators_that_are_looked_for_are_those_that_the_backend_calls() ->
         starred = sum(isinstance(argument, ast.Starred) for argument in call.args)  # cos and sin of a rotation
         assert len(call.args) + len(call.keywords) + starred == len(listed)
         assert {keyword.arg for keyword in call.keywords} <= set(listed[len(call.args) :])
+
+
+# ---- a CPU's compiler --------------------------------------------------------------------------------------------
+
+
+def test_a_cpu_without_gpp_is_told_what_that_costs_and_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from app.engine.cpu import linear  # with torch, which most of these tests do without
+
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(linear, "why_not_compiled", linear.why_not_compiled.__wrapped__)
+    (asked,) = [probe for probe in probes.probes("cpu") if probe.name == "compiler"]
+    found = asked.ask()
+    assert found.status == "warning" and "3 to 5 times as long" in found.found
+    assert found.hint == "there is no g++ (Debian and Ubuntu: apt install g++)"
 
 
 # ---- Triton's compiler ------------------------------------------------------------------------------------------

@@ -1,9 +1,14 @@
 """The CPU's own product of few rows: right, the same for a row in every batch, and left out where it cannot be made."""
 
 import ctypes
+import errno
+import os
 import re
 import shutil
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -176,6 +181,7 @@ def test_small_numbers_count_and_a_tie_is_rounded_to_even(dtype):
 
 def test_without_a_compiler_weights_lie_in_columns_and_products_are_pytorchs(monkeypatch, caplog):
     monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(linear, "why_not_compiled", linear.why_not_compiled.__wrapped__)
     monkeypatch.setattr(linear, "compiled", linear.compiled.__wrapped__)
     monkeypatch.setattr(cpu_backend, "_SMALL_MODEL", 1)  # a large model is timed
     monkeypatch.setattr(linear, "tune", lambda weights: pytest.fail("there is nothing to time"))
@@ -183,7 +189,9 @@ def test_without_a_compiler_weights_lie_in_columns_and_products_are_pytorchs(mon
         backend, weight = CpuBackend(CPU), drawn(6, 8, dtype=torch.float32)
         packed = backend.pack_weight(weight)
         backend.end_of_load(tune=True)
-    assert "PyTorch's, because there is no g++" in caplog.text and packed.t().is_contiguous()
+    (warned,) = {record.getMessage() for record in caplog.records if record.levelname == "WARNING"}
+    assert "3 to 5 times as long, because CXX=no-such-compiler is not there" in warned and "apt install g++" in warned
+    assert packed.t().is_contiguous()
     assert "by one operator" not in caplog.text
     x = drawn(3, 8, dtype=torch.float32, seed=1)
     torch.testing.assert_close(backend.linear(x, packed), x @ weight.T)
@@ -297,6 +305,101 @@ def test_no_library_is_taken_from_a_folder_that_another_user_could_change(made, 
     library.load_operators(source)
     (library_made,) = compiled
     assert not library_made.is_relative_to(tmp_path) and not library_made.exists()
+
+
+@pytest.fixture
+def refuse(monkeypatch) -> Callable[..., None]:
+    """Return a function that makes each of some folders refuse new files with an error number, or code (None)."""
+
+    def refuse(reason: int | None, *folders: Path) -> None:
+        write, facts = os.posix_fallocate, os.statvfs
+
+        def is_meant(path: str | Path) -> bool:
+            return any(Path(path).is_relative_to(folder) for folder in folders)
+
+        def full(file: int, at: int, size: int) -> None:
+            if reason is not None and is_meant(Path(f"/proc/self/fd/{file}").readlink()):
+                raise OSError(reason, os.strerror(reason))
+            write(file, at, size)
+
+        def mounted(path: Path) -> object:
+            noexec = os.ST_NOEXEC if reason is None and is_meant(path) else 0
+            return SimpleNamespace(f_flag=facts(path).f_flag & ~os.ST_NOEXEC | noexec)
+
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        monkeypatch.setattr(os, "statvfs", mounted)
+
+    return refuse
+
+
+REFUSED = [*((code, os.strerror(code)) for code in (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT))]
+REFUSED += [(None, "mounted noexec")]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("reason", "said"), REFUSED, ids=lambda value: str(value))
+def test_where_the_home_takes_no_library_it_is_compiled_in_tmpdir_and_a_kept_one_is_still_used(
+    made, refuse, tmp_path, monkeypatch, caplog, reason, said
+):
+    compiled, loaded = made
+    home, other = tmp_path / "dflash-server", tmp_path / "other"
+    other.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(other))
+    source = tmp_path / "linear.cpp"
+    source.write_text("one")
+    library.load_operators(source)
+    refuse(reason, home)
+    library.load_operators(source)
+    assert len(compiled) == 1 and loaded == compiled * 2 and not caplog.records
+    source.write_text("two")
+    library.load_operators(source)
+    assert compiled[0].is_relative_to(home) and compiled[1].is_relative_to(other) and loaded[-1] == compiled[1]
+    (warned,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert f"{home}/libraries cannot be used ({said})" in warned.getMessage()
+    assert f"in {other}: free some, or set XDG_CACHE_HOME" in warned.getMessage()
+    assert not list(other.iterdir())
+
+
+@needs_compiler
+@pytest.mark.parametrize(("reason", "said"), REFUSED, ids=lambda value: str(value))
+def test_where_no_folder_takes_a_library_that_is_said_before_anything_is_compiled(
+    made, refuse, tmp_path, monkeypatch, reason, said
+):
+    compiled, _ = made
+    home, other = tmp_path / "dflash-server", tmp_path / "other"
+    other.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(other))
+    refuse(reason, home, other)
+    source = tmp_path / "linear.cpp"
+    source.write_text("one")
+    with pytest.raises(OSError, match=re.escape(f"cannot be used ({said}), nor can {other} ({said}): free 16 MiB")):
+        library.load_operators(source)
+    assert not compiled
+
+
+@needs_compiler
+@pytest.mark.exhaustive
+def test_progress_counts_the_sources_that_are_done_in_the_order_of_their_ends(tmp_path, monkeypatch, caplog):
+    sources = [tmp_path / f"{name}.cpp" for name in ("slow", "one", "two")]
+    released, told = tmp_path / "released", []
+    for source in sources:
+        source.write_text("")
+    script = tmp_path / "g++"
+    waits = f'case "$*" in *slow.cpp) while [ ! -e {released} ]; do sleep 0.01; done;; esac'
+    script.write_text(f'#!/bin/sh\n{waits}\nexec {shutil.which("g++")} "$@"\n')
+    script.chmod(0o700)
+    monkeypatch.setenv("CXX", str(script))
+
+    def report(done: int, total: int) -> None:
+        told.append((done, total))
+        if done == 2:
+            released.touch()
+
+    library.on_source.set(report)
+    with caplog.at_level("INFO"):
+        library.compile_sources(sources, tmp_path / "empty.so")
+    assert told == [(done, 3) for done in range(4)]
+    assert "once, in about a minute of processor time" in caplog.text
 
 
 @needs_compiler

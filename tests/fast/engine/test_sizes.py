@@ -120,6 +120,24 @@ def test_one_sequence_of_the_asked_length_must_fit_and_the_refusal_names_the_mem
     assert int(mebibytes) * MIB < enough + MIB
 
 
+def test_a_context_that_memory_cuts_short_is_warned_of_with_the_memory_for_all_of_it(caplog):
+    config = asked(max_num_seqs=1)
+    sizes = settle_sizes(config, 8, LIMIT, DEFAULTS)
+    whole = (sizes.pages_per_sequence + SCRATCH_PAGES) * 16 * MIB
+    assert settle_pages(config, sizes, whole, MIB)[0].max_model_len == LIMIT and not caplog.records
+    shorter, _ = settle_pages(config, sizes, whole - 1, MIB)
+    (warned,) = caplog.records
+    assert warned.levelname == "WARNING"
+    said = f"context shortened from {LIMIT} to {shorter.max_model_len} tokens, because {whole // MIB} MiB for KV hold"
+    assert said in warned.getMessage() and shorter.max_model_len < LIMIT
+    mebibytes, length = map(int, re.findall(r"--kv-cache-memory (\d+)MiB, or --max-model-len (\d+)", caplog.text)[0])
+    caplog.clear()
+    assert settle_pages(config, sizes, mebibytes * MIB, MIB)[0].max_model_len == LIMIT
+    meant = asked(max_num_seqs=1, max_model_len=length)
+    assert settle_pages(meant, settle_sizes(meant, 8, LIMIT, DEFAULTS), whole - 1, MIB)[0].max_model_len == length
+    assert not caplog.records
+
+
 @settings(max_examples=100)
 @given(st.integers(1, 16), st.sampled_from([1, 3, 16, 128]), st.integers(0, 3000))
 def test_a_length_that_is_not_set_is_the_longest_that_fits(block_size, page_size, kv_tokens):
