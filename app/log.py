@@ -1,7 +1,7 @@
 """Log lines of the API process and of the engine's, as text for people or JSON for machines.
 
 A line written while a request is served carries that request's id. Prompts and completions are never logged. Keys are
-redacted, and so is every text after "Bearer".
+redacted if they are longer than common words, and so is every text after "Bearer".
 """
 
 import json
@@ -16,6 +16,9 @@ from urllib.parse import quote
 
 request: ContextVar[dict[str, Any]] = ContextVar("request")
 """What is known of the request that the current task serves: its `request_id`, and what else its access line says."""
+
+MIN_KEY_LENGTH = 8
+"""Shorter keys are found in ordinary words: with the key `a` no line could be read."""
 
 
 class _Text(logging.Formatter):
@@ -40,9 +43,12 @@ class _Json(logging.Formatter):
 
 
 def set_up(level: str, style: Literal["text", "json"], secrets: Iterable[str] = ()) -> None:
-    """Send every logger's lines of `level` ("info", "WARNING", ...) and above to stderr, without `secrets`."""
+    """Send every logger's lines of `level` ("info", "WARNING", ...) and above to stderr, without `secrets`, and warn of
+    those that are too short to be redacted."""
+    keys = set(secrets)
+    long = {key for key in keys if len(key) >= MIN_KEY_LENGTH}
     ways = str, lambda key: quote(key, safe="/:,"), lambda key: json.dumps(key, ensure_ascii=False)[1:-1]
-    spelt = {spell(secret) for secret in secrets for spell in ways}
+    spelt = {spell(key) for key in long for spell in ways}
     longest_first = sorted(map(re.escape, spelt), key=len, reverse=True)
     secret = re.compile("|".join([*longest_first, r"(?i:(?:(?<=bearer )|(?<=bearer%20))[^\s\"']+)"]))
     over_bar = "\r\x1b[2K" if sys.stderr.isatty() else ""  # a line takes the place of a progress bar, which moves down
@@ -54,3 +60,9 @@ def set_up(level: str, style: Literal["text", "json"], secrets: Iterable[str] = 
     # INFO lines of uvicorn, asyncio and httpx repeat ours.
     for name in ("uvicorn.error", "asyncio", "httpx"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+    if num_short := len(keys - long):
+        logging.getLogger(__name__).warning(
+            "keys with fewer than %d characters (%d of %d) can be guessed, and are not redacted in this log: "
+            "`openssl rand -hex 16` makes a better one",
+            *(MIN_KEY_LENGTH, num_short, len(keys)),
+        )

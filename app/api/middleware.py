@@ -8,7 +8,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -137,14 +137,17 @@ def sent_key(headers: Headers) -> bytes:
 class Gate:
     """Layer that answers 431 to a head with too many headers or bytes, and 401 to a request without one of `keys`.
 
-    OPEN_PATHS need no key, because probes have none, and pages show only what the server can do. With a proxy's prefix
-    /llm, GET /llm is redirected to /llm/, because the page's links are relative.
+    `open_paths` need no key: OPEN_PATHS, because probes have none, and pages show only what the server can do. With a
+    proxy's prefix /llm, GET /llm is redirected to /llm/, because the page's links are relative.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], root_path: str) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], root_path: str, open_paths: Collection[str] = OPEN_PATHS
+    ) -> None:
         self._app = app
         self._digests = key_digests(keys)
         self._root_path = root_path
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -161,7 +164,7 @@ class Gate:
                 raise head_too_large()
             if not path and scope["method"] == "GET":
                 app = RedirectResponse(f"{self._root_path}/")
-            elif self._digests and path not in OPEN_PATHS:
+            elif self._digests and path not in self._open_paths:
                 check_key(Headers(scope=scope), self._digests, "A valid API key")
         except ApiError as refusal:
             app = refusal.response()

@@ -1,5 +1,6 @@
 """Text of /openapi.json. A route names the type of its answer, and the models of the body that it reads itself."""
 
+from collections.abc import Set
 from typing import Any
 
 from fastapi import FastAPI
@@ -8,7 +9,6 @@ from pydantic.json_schema import models_json_schema
 
 from app.api import schemas
 from app.api.errors import ErrorBody
-from app.api.middleware import OPEN_PATHS
 from app.api.responses_schemas import ResponsesRequest
 from app.api.schemas import Body
 
@@ -67,8 +67,8 @@ def route(
     return described
 
 
-def describe(app: FastAPI, keys_needed: bool, admin_keys_needed: bool) -> dict[str, Any]:
-    """Return FastAPI's OpenAPI document with the bodies and the keys."""
+def describe(app: FastAPI, keys_needed: bool, admin_keys_needed: bool, open_paths: Set[str]) -> dict[str, Any]:
+    """Return FastAPI's OpenAPI document with the bodies and the keys, which `open_paths` do not need."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     _, definitions = models_json_schema([(model, "validation") for model in _BODIES], ref_template=_REFS)
     document["components"]["schemas"] |= definitions["$defs"]
@@ -79,7 +79,7 @@ def describe(app: FastAPI, keys_needed: bool, admin_keys_needed: bool) -> dict[s
         document["paths"]["/reset_prefix_cache"]["post"]["security"] = [{"admin_key": []}]
     if keys_needed:
         document["security"] = [{"key": []}]
-        for path in OPEN_PATHS & document["paths"].keys():
+        for path in open_paths & document["paths"].keys():
             for operation in document["paths"][path].values():
                 operation["security"] = []
     return document

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from app.api import chat, completions, errors, openapi, ops, responses
-from app.api.middleware import Cors, Gate, Hold, RequestIds
+from app.api.middleware import OPEN_PATHS, Cors, Gate, Hold, RequestIds
 from app.api.services import Services
 from app.config.settings import Config
 from app.engine_client.admission import Admission
@@ -145,10 +145,13 @@ def create_app(services: Services, hold_seconds: float = 0.0) -> ASGIApp:
     for router in ROUTERS:
         app.include_router(router)
     needed = bool(services.api_keys), bool(config.admin_key)
-    app.openapi = functools.cache(functools.partial(openapi.describe, app, *needed))  # type: ignore[method-assign]
+    open_paths = OPEN_PATHS | ({"/metrics"} if config.metrics_without_key else set())
+    app.openapi = functools.cache(  # type: ignore[method-assign]
+        functools.partial(openapi.describe, app, *needed, open_paths)
+    )
     keys = [*services.api_keys, *config.admin_key] if services.api_keys else []
     held = Hold(app, services.engine, hold_seconds) if hold_seconds else app
-    layers: ASGIApp = Gate(held, keys, config.root_path)
+    layers: ASGIApp = Gate(held, keys, config.root_path, open_paths)
     if config.allowed_origins:
         layers = Cors(
             layers,

@@ -154,6 +154,7 @@ class Config(BaseModel):
         gt=0,
     )
 
+    metrics_without_key: bool = setting(LOGS, False, "answer GET /metrics without a key, for Prometheus")
     log_prompts: bool = setting(LOGS, False, "log prompts")
     metrics_prefix: MetricsPrefix = setting(LOGS, "dflash:", "prefix of metric names; `vllm:` for vLLM's dashboards")
     otlp_traces_endpoint: Url | None = setting(

@@ -52,8 +52,8 @@ def test_text_lines_end_with_the_request_id(capsys):
 
 @pytest.mark.parametrize(("style", "begins"), [("text", "error: no such key: [redacted]"), ("json", "{")])
 def test_the_last_line_is_an_error_for_people_and_an_object_for_machines(capsys, style, begins):
-    log.set_up("error", style, ["s3cret"])
-    print_error("no such key: s3cret")
+    log.set_up("error", style, ["s3cret-key"])
+    print_error("no such key: s3cret-key")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(begins)
     assert style == "text" or json.loads(line)["message"] == "no such key: [redacted]"
@@ -89,3 +89,20 @@ def test_no_key_is_written_wherever_it_stands(capsys, style):
         assert secret not in written
     assert written.count("[redacted]") >= 5
     assert style == "text" or [json.loads(line) for line in written.splitlines()]
+
+
+@pytest.mark.parametrize("style", ["text", "json"])
+@pytest.mark.parametrize("short", ["a", "demo", "test", "info", "message", "1234567"])
+def test_a_short_key_garbles_no_line_and_is_warned_of(capsys, style, short):
+    log.set_up("info", style, [short, "long-enough", short])
+    logging.getLogger("app.x").info("a demo for a test, with a message of 12345678 letters, long-enough")
+    warned, line = capsys.readouterr().err.splitlines()
+    assert "WARNING" in warned and "keys with fewer than 8 characters (1 of 2)" in warned and "openssl" in warned
+    assert "a demo for a test, with a message of 12345678 letters, [redacted]" in line
+    assert style == "text" or json.loads(line)["level"] == "INFO"
+
+
+def test_a_log_without_keys_or_with_long_ones_warns_of_none(capsys):
+    for keys in ([], ["12345678"]):
+        log.set_up("info", "text", keys)
+    assert capsys.readouterr().err == ""

@@ -124,6 +124,18 @@ def test_probes_and_pages_need_no_key(server, monkeypatch, method, path):
     assert server.http.request(method, path, headers={"Authorization": "Bearer wrong"}).status_code == 200
 
 
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+def test_metrics_alone_may_be_opened_to_scrapers_without_a_key(model_folder, prefix):
+    with serving_ready(model_folder, root_path=prefix, api_key=KEYS, metrics_without_key=True) as server:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, BEARER):
+            assert server.http.get(f"{prefix}/metrics", headers=headers).status_code == 200
+        for method, path in CLOSED:
+            if path != "/metrics":
+                assert server.http.request(method, server.url + prefix + path).status_code == 401
+        document = server.http.get("/openapi.json").json()
+        assert document["paths"]["/metrics"]["get"]["security"] == []
+
+
 def test_the_document_says_that_a_key_is_needed(server, own_server):
     document = server.http.get("/openapi.json", headers=BEARER).json()
     (name,) = document["components"]["securitySchemes"]
