@@ -93,6 +93,34 @@ def test_the_kubernetes_manifests_fit_their_schemas(name: str) -> None:
             validate_manifest(MANIFESTS[name].replace(right, wrong))
 
 
+def with_key(text: str) -> str:
+    """Return a file as it is with a key."""
+    return text.replace("#key ", "")
+
+
+def test_with_a_key_prometheus_has_it_and_kubernetes_scrapers_need_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert schema_errors(with_key(COMPOSE), "compose-spec", tmp_path) == ""
+    validate_manifest(with_key(MANIFEST))
+    compose = yaml.safe_load(with_key(COMPOSE))
+    servers = [name for name, service in compose["services"].items() if "DFLASH_MODEL" in str(service)]
+    assert len(servers) >= 12
+    for name in servers:
+        assert "DFLASH_API_KEY" in compose["services"][name]["environment"], name
+    (secret,) = compose["services"]["prometheus"]["secrets"]
+    assert compose["secrets"][secret] == {"environment": "DFLASH_API_KEY"}
+    jobs = yaml.safe_load(with_key(read("docker/prometheus.yml")))["scrape_configs"]
+    credentials = {job["job_name"]: job.get("authorization") for job in jobs}
+    assert credentials == {"dflash": {"credentials_file": f"/run/secrets/{secret}"}, "dflash-ready": None}
+    assert "authorization" not in str(JOBS) and "API_KEY" not in str(yaml.safe_load(COMPOSE))
+    (container,) = yaml.safe_load(with_key(MANIFEST).partition("---")[0])["spec"]["template"]["spec"]["containers"]
+    for variable in container["env"]:
+        monkeypatch.setenv(variable["name"], variable.get("value", "a-key-of-a-secret"))
+    config = load_config()
+    assert config.api_keys() == ["a-key-of-a-secret"] and config.metrics_without_key
+
+
 JOBS = yaml.safe_load(read("docker/prometheus.yml"))["scrape_configs"]
 RULES = [rule for group in yaml.safe_load(read("docker/alerts.yml"))["groups"] for rule in group["rules"]]
 
@@ -181,7 +209,7 @@ FOREIGN_FLAGS = {
     "runtime entrypoint detach profile from chmod interval timeout start-period retries mount init help",
     "pip": "no-cache-dir no-deps no-build-isolation no-index only-binary require-hashes requirement index-url",
     "other tools": "out yes no-install-recommends gid uid create-home non-unique local-dir local_dir model format "
-    "target",
+    "target from-literal",
 }
 """Flags of the tools that stand around our own command in these files."""
 
