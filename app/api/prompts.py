@@ -66,7 +66,7 @@ async def render_and_encode(
         in_reasoning = False
     special = bool(body.add_special_tokens)
     token_ids = await encode_text(services, text, "messages", info, add_special_tokens=special, must_fit=must_fit)
-    return Prompt(token_ids, in_reasoning, begun_call, warn_of_prompt(body, template))
+    return Prompt(token_ids, in_reasoning, begun_call, warn_of_prompt(body, services))
 
 
 async def encode_text(

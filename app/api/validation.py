@@ -9,7 +9,7 @@ from app.api.refusals import LABELS, REFUSED, asks
 from app.api.schemas import Body, ChatMessage, GenerationRequest, TemplatedRequest
 from app.api.services import Services
 from app.metrics import Metrics
-from app.text.chat_template import ChatTemplate
+from app.text.parsers import reasoning_for
 
 _NO_PLACE = "This model's chat template has no place for"
 _MAX_UNKNOWN = 16  # warnings of one answer about unknown fields
@@ -140,20 +140,36 @@ def check_template(body: TemplatedRequest, services: Services) -> None:
             f"{body.reasoning_effort}. Send one of these.",
             "reasoning_effort",
         )
-    for field in ("enable_thinking",) if has_levels else ("enable_thinking", "reasoning_effort"):
-        if getattr(body, field) is not None and not can_turn:
-            raise unsupported(
-                f"This model's chat template cannot turn thinking on or off (`enable_thinking`). Leave `{field}` out.",
-                field,
-            )
+    if not isinstance((body.chat_template_kwargs or {}).get("enable_thinking"), bool | None):
+        param = "chat_template_kwargs.enable_thinking"
+        raise bad_request(f"`{param}` must be true or false: to a template any text is true.", param)
+    if not can_turn and _thinks(services) and (off := _fields_that_turn(body, False)):
+        why = f"This model's chat template cannot turn thinking off (`enable_thinking`). Leave `{off[0]}` out."
+        raise unsupported(why, off[0])
+
+
+def _thinks(services: Services) -> bool:
+    template = services.tokenizer.chat_template
+    return (services.reasoning_parser or reasoning_for("auto", template.source)) is not None
+
+
+def _warn_of_switches(body: TemplatedRequest, services: Services) -> list[AnswerWarning]:
+    """Return warnings about thinking that is asked for where a template cannot switch it, and about names in
+    `chat_template_kwargs` that the template does not know. What asks for nothing, like null and false, has none."""
+    known, warnings = services.tokenizer.chat_template.switches, list[AnswerWarning]()
+    if "enable_thinking" not in known:
+        why = "This model's chat template cannot switch thinking" if _thinks(services) else "This model does not think"
+        for field in _fields_that_turn(body, True):
+            if field != "reasoning_effort" or field not in known:
+                warnings.append(_warning("thinking_not_switched", field, f"{why}: nothing changed."))
+    listed = ", ".join(f"`{switch}`" for switch in known) or "none"
     for name, value in (body.chat_template_kwargs or {}).items():
-        param = f"chat_template_kwargs.{clip(name)}"
-        if name == "enable_thinking" and not isinstance(value, bool | None):
-            raise bad_request(f"`{param}` must be true or false: to a template any text is true.", param)
-        if name not in known and value is not None and value is not False:
-            listed = ", ".join(f"`{switch}`" for switch in known) or "none"
-            why = f"This model's chat template does not know `{clip(name)}`. What it knows: {listed}."
-            raise unsupported(why, param)
+        if name in (*known, "enable_thinking") or value is None or value is False:
+            continue
+        shown = clip(name)
+        why = f"This model's chat template does not know `{shown}`, which changed nothing. What it knows: {listed}."
+        warnings.append(_warning("unknown_template_kwarg", f"chat_template_kwargs.{shown}", why))
+    return warnings[:_MAX_UNKNOWN]
 
 
 def warn_of_unknown_fields(body: Body, metrics: Metrics) -> list[AnswerWarning]:
@@ -169,11 +185,13 @@ def warn_of_unknown_fields(body: Body, metrics: Metrics) -> list[AnswerWarning]:
     return warnings
 
 
-def warn_of_prompt(body: TemplatedRequest, template: ChatTemplate) -> list[AnswerWarning]:
-    """Return warnings about names and reasoning that are not in the prompt, and thinking before a forced call.
+def warn_of_prompt(body: TemplatedRequest, services: Services) -> list[AnswerWarning]:
+    """Return warnings about names, reasoning and switches that are not in the prompt, and about thinking before a
+    forced call.
 
     The name of a tool's message may repeat the function of an earlier call, because the prompt has that.
     """
+    template = services.tokenizer.chat_template
     names, thoughts = [], []
     called: set[str] = set()
     for index, message in enumerate(body.messages):
@@ -184,7 +202,7 @@ def warn_of_prompt(body: TemplatedRequest, template: ChatTemplate) -> list[Answe
         thoughts += [
             f"messages.{index}.{field}" for field, text in [*reasoning.items(), ("content", message.thinking)] if text
         ][:1]
-    warnings = []
+    warnings = _warn_of_switches(body, services)
     if names and not template.writes_names:
         what = "this one is" if len(names) == 1 else f"the names of {len(names)} messages are"
         why = f"This model's chat template writes no such `name`: {what} not in the prompt."

@@ -71,7 +71,7 @@ def test_the_effort_reaches_the_prompt(server: Server, effort: str | None) -> No
     [
         ({"reasoning_effort": "none"}, "reasoning_effort"),
         ({"reasoning_effort": "max"}, "reasoning_effort"),
-        ({"enable_thinking": True}, "enable_thinking"),
+        ({"enable_thinking": False}, "enable_thinking"),
         ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, "reasoning_effort"),
     ],
     ids=str,

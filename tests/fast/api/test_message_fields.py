@@ -4,7 +4,7 @@ import pytest
 
 from app.text.chat_template import ChatTemplate
 from tests.fast.api.served import Server
-from tests.fast.api.templates import HEAD, HELLO, QWEN, TURN, prompt_of, refusal
+from tests.fast.api.templates import ASK, HEAD, HELLO, QWEN, TURN, prompt_of, refusal
 
 CACHED = {"cache_control": {"type": "ephemeral"}}
 THOUGHT = f"{HEAD}{TURN}<think>\n2 + 3\n</think>\n\n5.<|im_end|>\n{HEAD}{TURN}"
@@ -173,6 +173,9 @@ def test_variables_that_a_template_sets_before_it_reads_them_are_no_switches(sou
 
 def test_a_templates_own_variable_is_neither_offered_nor_taken(start):
     own = "{% if messages[0].role == 'tool' %}{% set content = '' %}{% endif %}{{ content }}"
-    error = refusal(start(QWEN + own), chat_template_kwargs={"content": "x"})
-    assert error["param"] == "chat_template_kwargs.content"
-    assert error["message"].endswith("What it knows: `enable_thinking`.")
+    server = start(QWEN + own)
+    server.script.plan([2])
+    answer = server.http.post("/v1/chat/completions", json=ASK | {"chat_template_kwargs": {"content": "x"}}).json()
+    (warning,) = answer["warnings"]
+    assert warning["param"] == "chat_template_kwargs.content" and server.prompt() == HEAD + TURN
+    assert warning["message"].endswith("What it knows: `enable_thinking`.")

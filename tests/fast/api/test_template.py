@@ -7,7 +7,7 @@ import pytest
 
 from app.text import chat_template
 from tests.fast.api.served import until
-from tests.fast.api.templates import HEAD, HELLO, NO_THINKING, QWEN, TURN, prompt_of, refusal
+from tests.fast.api.templates import ASK, HEAD, HELLO, NO_THINKING, QWEN, TURN, prompt_of, refusal
 
 SERVED = {"template": QWEN}
 
@@ -21,10 +21,21 @@ def test_chat_template_kwargs_reach_the_template(server, kwargs, end):
 
 
 @pytest.mark.parametrize("name", ["thinking", "enable_thinkin", "messages", "tools", "add_generation_prompt", "ns"])
-def test_a_name_that_the_template_does_not_know_is_refused_with_those_it_knows(server, name):
-    error = refusal(server, chat_template_kwargs={name: "on"})
-    assert (error["param"], error["code"]) == (f"chat_template_kwargs.{name}", "unsupported_parameter")
-    assert "`enable_thinking`" in error["message"] and name in error["message"]
+def test_a_name_that_the_template_does_not_know_is_warned_of_with_those_it_knows(server, name):
+    server.script.plan([2])
+    answer = server.http.post("/v1/chat/completions", json=ASK | {"chat_template_kwargs": {name: "on"}}).json()
+    assert server.prompt() == HEAD + TURN
+    (warning,) = answer["warnings"]
+    assert (warning["param"], warning["code"]) == (f"chat_template_kwargs.{name}", "unknown_template_kwarg")
+    assert "`enable_thinking`" in warning["message"] and f"`{name}`" in warning["message"]
+
+
+def test_an_answer_has_few_warnings_of_names_that_the_template_does_not_know(server):
+    server.script.plan([2])
+    answer = server.http.post(
+        "/v1/chat/completions", json=ASK | {"chat_template_kwargs": {f"{'x' * 9000}{i}": 1 for i in range(99)}}
+    )
+    assert len(answer.json()["warnings"]) == 16 and len(answer.text) < 16 * 500
 
 
 @pytest.mark.parametrize("value", [None, False])

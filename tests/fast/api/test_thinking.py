@@ -57,17 +57,59 @@ def test_fields_that_differ_or_mean_nothing_are_refused(server, fields, param):
     assert refusal(server, **fields)["param"] == param
 
 
-@pytest.mark.parametrize("fields", [*OFF, *ON, {"include_reasoning": False}], ids=str)
-def test_a_model_that_cannot_is_not_asked_to(start, fields):
+ALWAYS_THINKS = CHATML + "<think>\n"
+"""A template that opens reasoning, and has no switch."""
+SAID = {KWARGS: {"enable_thinking": False}}, {KWARGS: {"enable_thinking": True}}
+
+
+def warned(server, path="/v1/chat/completions", **fields):
+    """Return the codes and fields of an answer's warnings."""
+    server.script.plan([2])
+    answer = server.http.post(path, json=(ASK if "chat" in path else {"input": "hello"}) | fields)
+    assert answer.status_code == 200, answer.text
+    return [(warning["code"], warning["param"]) for warning in answer.json().get("warnings", [])]
+
+
+@pytest.mark.parametrize(
+    "fields", [*OFF, SAID[0], *({"enable_thinking": None}, {KWARGS: {"thinking": False}})], ids=str
+)
+def test_on_a_model_that_never_thinks_what_asks_for_nothing_passes_in_each_form(start, fields):
     server = start(CHATML)
+    assert warned(server, **fields) == []
+    if "reasoning_effort" in fields:
+        assert warned(server, "/v1/responses", reasoning={"effort": fields["reasoning_effort"]}) == []
+
+
+@pytest.mark.parametrize("template", [CHATML, ALWAYS_THINKS], ids=["never", "always"])
+@pytest.mark.parametrize("fields", [*ON, SAID[1], {"reasoning_effort": "max"}], ids=str)
+def test_thinking_that_a_template_cannot_switch_is_answered_with_a_warning(start, template, fields):
+    server = start(template)
+    (param,) = fields
+    param += ".enable_thinking" if param == KWARGS else ""
+    assert warned(server, **fields) == [("thinking_not_switched", param)]
+    if "reasoning_effort" in fields:
+        given = {"reasoning": {"effort": fields["reasoning_effort"]}}
+        assert warned(server, "/v1/responses", **given) == [("thinking_not_switched", "reasoning.effort")]
+
+
+@pytest.mark.parametrize("fields", [*OFF, SAID[0]], ids=str)
+def test_a_model_that_always_thinks_is_not_asked_to_stop(start, fields):
+    server = start(ALWAYS_THINKS)
     (param,) = fields
     error = refusal(server, **fields)
+    param += ".enable_thinking" if param == KWARGS else ""
     assert (error["param"], error["code"]) == (param, "unsupported_parameter")
-    bare = server.http.post("/v1/completions", json={"prompt": "a"} | fields)
+
+
+@pytest.mark.parametrize("fields", [*OFF, *ON, {"include_reasoning": False}], ids=str)
+def test_a_bare_prompt_has_no_fields_of_thinking(start, fields):
+    (param,) = fields
+    bare = start(CHATML).http.post("/v1/completions", json={"prompt": "a"} | fields)
     assert (bare.status_code, bare.json()["error"]["param"]) == (400, param)
-    if "reasoning_effort" in fields:
-        given = {"input": "hello", "reasoning": {"effort": fields["reasoning_effort"]}}
-        assert server.http.post("/v1/responses", json=given).json()["error"]["param"] == "reasoning.effort"
+
+
+def test_a_model_without_reasoning_is_not_asked_to_leave_it_out(start):
+    assert refusal(start(CHATML), include_reasoning=False)["param"] == "include_reasoning"
 
 
 @pytest.mark.parametrize("stream", [False, True])

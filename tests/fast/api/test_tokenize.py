@@ -139,7 +139,7 @@ def test_vllms_add_special_tokens_is_honoured_or_refused_by_name(bos_server, pat
         ("/tokenize", {"messages": [HELLO], "prompt": "x"}, "prompt"),
         ("/tokenize", {"messages": [HELLO], "chat_template": "{{ messages }}"}, "chat_template"),
         ("/tokenize", {"messages": [HELLO], "documents": [{"text": "x"}]}, "documents"),
-        ("/tokenize", {"messages": [HELLO], "chat_template_kwargs": {"thinking": 1}}, "chat_template_kwargs.thinking"),
+        ("/tokenize", {"messages": [HELLO], "chat_template_kwargs": 1}, "chat_template_kwargs"),
         ("/tokenize", {"messages": [HELLO], "tool_choice": "required"}, "tool_choice"),
         ("/tokenize", {"prompt": "x", "return_token_strs": "yes"}, "return_token_strs"),
         ("/tokenize", {"prompt": "x", "add_special_tokens": 1}, "add_special_tokens"),
