@@ -1,8 +1,10 @@
 """The `dflash-server` command. A command imports its part when it runs, so that `--help` is quick."""
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from app.config.error import ConfigError, nearest
 
@@ -21,6 +23,21 @@ options:
 """
 
 
+_SERVES = "run start server launch_server api_server".split()
+"""Words of ollama, SGLang and vLLM that start a server."""
+_DOWNLOADED = "`hf cache ls` lists downloaded models, and GET /v1/models the one that is served"
+_ASKED = "`dflash-server serve MODEL` prints the address of a page with a chat, and of the API"
+_INSTEAD = {
+    "pull": "`dflash-server serve MODEL` downloads a model that is not here; `hf download MODEL` does only that",
+    **dict.fromkeys(("list", "ls", "ps", "show"), _DOWNLOADED),
+    **dict.fromkeys(("chat", "complete", "generate"), _ASKED),
+    "stop": "Ctrl-C or SIGTERM ends a server",
+    "bench": "`python -m tools.bench` in the source tree measures a server",
+    "collect_env": "`dflash-server check` tries this machine's device",
+    "version": "`dflash-server --version` shows it",
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, where a leading flag means `serve`. Returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -34,8 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command, *flags = ["serve", *arguments] if arguments[0].startswith("-") else arguments
     if command not in COMMANDS:
-        meant = " ".join([nearest(command, COMMANDS) or f"serve {command}", *flags])
-        return ConfigError(f"unknown command {command}", f"did you mean `dflash-server {meant}`?").show()
+        return ConfigError(f"unknown command {command}", _meant(command, flags)).show()
     # If torch loads device backends on import, a torch_npu without CANN breaks `import torch` in every process. The NPU
     # backend imports torch_npu by name.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -52,6 +68,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ConfigError(f"{error.name} is not installed", "`pip install .` in the source tree brings it").show()
 
 
+def _meant(command: str, rest: list[str]) -> str:
+    """Return what to do in the place of a command that is not here: another project's, a typo, or a MODEL alone."""
+    word = command.replace("-", "_").rpartition(".")[2]
+    if word in _INSTEAD:
+        return _INSTEAD[word]
+    if word in _SERVES:
+        meant = ["serve", *rest]
+    elif near := nearest(command, COMMANDS):
+        meant = [near, *rest]
+    elif "/" in command or Path(command).is_dir():
+        meant = ["serve", command, *rest]
+    else:
+        return "`dflash-server --help` lists the commands; `dflash-server serve MODEL` serves a model"
+    return f"did you mean `{shlex.join(['dflash-server', *meant])}`?"
+
+
 def serve(arguments: Sequence[str]) -> int:
     """Settle the settings, find and check both checkpoints, and only then start the server."""
     from app.config.flags import parse_flags
@@ -64,8 +96,9 @@ def serve(arguments: Sequence[str]) -> int:
     config = load_config(parse_flags(arguments))
     check_torch_build(config.engine.device)
     check_settings(config)
-    config = config.with_models(*find_models(config.model, config.draft_model, speculation=config.speculation))
-    target_config = check_models(config.engine)
+    folders = find_models(**config.named_models)
+    config = config.with_models(*folders)
+    target_config = check_models(config.engine, folders.tokenizer)
 
     from app.api.process import run
 

@@ -68,7 +68,8 @@ def application(args: Mapping[str, Any]) -> serve.Application:
         if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1" and not replicas.allow_python_proxy:
             raise ConfigError("Ray's Python proxy takes 148 ms a chunk at 32 streams, and HAProxy 4 ms", _USE_HAPROXY)
         check_settings(config)
-        if all(name in (None, "demo") or Path(name).is_dir() for name in (config.model, config.draft_model)):
+        named = config.model, config.draft_model, config.tokenizer
+        if all(name in (None, "demo") or Path(name).is_dir() for name in named):
             checked_models(config)
         if config.engine.device == "auto":
             config = config.model_copy(update={"engine": replace(config.engine, device=cluster_device())})
@@ -98,8 +99,9 @@ def read_replicas(given: Mapping[str, Any]) -> Replicas:
 def checked_models(config: Config) -> tuple[Config, Mapping[str, Any]]:
     """Return the settings with the models' folders, and the target's config.json. Raises ConfigError for files that
     cannot be served."""
-    config = config.with_models(*find_models(config.model, config.draft_model, speculation=config.speculation))
-    return config, check_models(config.engine)
+    folders = find_models(**config.named_models)
+    config = config.with_models(*folders)
+    return config, check_models(config.engine, folders.tokenizer)
 
 
 def options(config: Config, replicas: Replicas) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def _requests(
     for index, (prompt, max_tokens) in enumerate(zip(given, budgets, strict=True)):
         if received.services.config.log_prompts:
             logger.info("prompt: %r", tokenizer.decode(prompt.token_ids, skip_special_tokens=False))
-        seed = secrets.randbits(64) if body.seed is None else body.seed % 2**64
+        seed = received.services.next_seed() if body.seed is None else body.seed % 2**64
         for number in range(body.num_choices):
             request = messages.Request(
                 request_id=f"{request_id}-{index * body.num_choices + number}",

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -54,7 +55,13 @@ class Server:
             from app.api.tracing import tracer_to
 
             tracer = tracer_to(config.otlp_traces_endpoint)
-        tokenizer = Tokenizer(config.engine.target, target_config)
+        tokenizer = Tokenizer(
+            config.engine.target,
+            target_config,
+            tokenizer_folder=Path(config.tokenizer) if config.tokenizer else None,
+            has_defaults=config.generation_config == "auto",
+            overrides=config.override_generation_config,
+        )
         _warn(tokenizer, config)
         metrics = Metrics(config.metrics_prefix, config.model_names[0])
         supervisor = Supervisor(engine_command, encode_config(config.engine), metrics, step_timeout=config.step_timeout)

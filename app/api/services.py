@@ -1,8 +1,11 @@
 """What the handlers of one server share, and what they read from the head of a request."""
 
 import math
+import random
+import secrets
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from fastapi import Request
@@ -42,6 +45,8 @@ class Services:
         if self.call_format is not None:
             template.call_format = self.call_format
         self.settings = changed(self.config)
+        seeds = secrets.SystemRandom() if self.config.seed is None else random.Random(self.config.seed)
+        self.next_seed = partial(seeds.getrandbits, 64)  # of a request that sends none
         self.num_unread_bytes = 0  # of bodies that have not arrived whole
         self.is_leaving = False  # then /ready answers 503, and requests are still served
         self.created = int(time.time())

@@ -20,10 +20,12 @@ class ConfigError(ValueError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known name that `name` is a typo of, or "": at most two letters and half of it are wrong, and the
-    first word is right, or of one word the first letter."""
+    """Return the known name that `name` is a typo of, or "": at most a quarter of it and two letters are wrong, or two
+    have changed places, and the first word is right, or of one word the first letter."""
 
     def num_wrong(other: str) -> int:
+        if sorted(name) == sorted(other):
+            return sum(a != b for a, b in zip(name, other, strict=True)) // 2  # letters that changed places
         steps = SequenceMatcher(None, name, other).get_opcodes()
         return sum(max(i2 - i1, j2 - j1) for kind, i1, i2, j1, j2 in steps if kind != "equal")
 
@@ -31,4 +33,4 @@ def nearest(name: str, known: Iterable[str]) -> str:
     start = word + dash if dash else word[:1]
     alike = [other for other in known if other.lstrip("-").replace("_", "-").startswith(start)]
     near = min(alike, key=num_wrong, default="")
-    return near if num_wrong(near) <= min(2, len(name.strip("-")) // 2) else ""
+    return near if num_wrong(near) <= min(2, len(name.strip("-")) // 4) else ""

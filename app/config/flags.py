@@ -35,10 +35,14 @@ def serve_parser() -> Parser:
     groups = {title: parser.add_argument_group(title) for title in GROUPS}
     for name, field in SETTINGS.items():
         _add_setting(groups[field.json_schema_extra["group"]], name, field)
-    group = parser.add_argument_group("flags of vLLM, SGLang and llama-server that are understood too")
+    group = parser.add_argument_group(
+        "flags of vLLM, SGLang and llama-server that are understood too",
+        "Others that set nothing, or are refused with a reason, are in docs/migrating.md.",
+    )
     for peer in PEER_FLAGS:
         options: dict[str, Any] = {"dest": "given", "const": peer, "metavar": "VALUE", "action": _PeerAction}
-        options["help"] = f"{peer.ours}; {peer.note}" if peer.note else peer.ours
+        shown = f"{peer.ours}; {peer.note}" if peer.note else peer.ours
+        options["help"] = shown if peer.field else argparse.SUPPRESS
         for nargs, names in groupby(sorted(peer.names, key=lambda name: str(peer.nargs(name))), peer.nargs):
             group.add_argument(*names, nargs=nargs, **options)
     return parser
@@ -98,5 +102,6 @@ class _PeerAction(argparse.Action):
         if fault := peer.fault(name, values):
             parser.faults.append(fault)
         elif peer.kind != "only":
-            spelling = f"{name} {values}" if peer.kind == "taken" and values else name
+            value = " ".join(values) if isinstance(values, list) else values
+            spelling = f"{name} {value}" if peer.kind == "taken" and value else name
             namespace.given = [*namespace.given, GivenSetting(spelling, peer.field, peer.read(values))]

@@ -22,14 +22,19 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, rest = self.parse_known_args(args, namespace)
         unknown = list(dict.fromkeys(word.partition("=")[0] for word in rest if word.startswith("-")))
-        faults = self.faults + [f"unknown flag {flag}" for flag in unknown]
+        faults = self.faults + [f"unknown flag {flag}{self._meant(flag)}" for flag in unknown]
         if rest and not unknown:
             faults.append(f"unexpected argument {rest[0]}")
         if faults:
-            near = [name for flag in unknown if (name := nearest(flag, self._option_string_actions))]
-            hint = f"did you mean {' '.join(near)}?" if near else f"`{self.prog} --help` lists all flags"
-            raise ConfigError("\n".join(faults), hint if rest else "")
+            raise ConfigError("\n".join(faults), f"`{self.prog} --help` lists all flags" if rest else "")
         return options
+
+    def _meant(self, flag: str) -> str:
+        """Return the question for the flag that `flag` is a typo of, or "". None leads to a flag that is refused."""
+        actions = self._option_string_actions.items()
+        whole = [(name, action) for name, action in actions if name.startswith("--")]
+        usable = [name for name, action in whole if getattr(action.const, "kind", "") != "refused"]
+        return f": did you mean {near}?" if (near := nearest(flag, usable)) else ""
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """Return no flag that begins with this, because argparse takes `-t` for `-tp` even without abbreviations."""

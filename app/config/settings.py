@@ -20,15 +20,18 @@ from app.config.values import (
     Bytes,
     Device,
     Dtype,
+    GenerationConfig,
     JsonObject,
     Keys,
     KvEvents,
+    Length,
     LogLevel,
     MetricsPrefix,
     NumDrafts,
     ParserName,
     Quantization,
     RootPath,
+    Seed,
     Tokens,
     ToolParserName,
     Url,
@@ -44,7 +47,7 @@ ENGINE_TYPES: dict[str, Any] = {
     "device": Device,
     "quantization": Quantization,
     "verify": BlockRows,
-    "max_model_len": Tokens | None,
+    "max_model_len": Length,
     "max_num_batched_tokens": Tokens | None,
     "kv_cache_memory": Bytes | None,
     "state_cache_memory": Bytes | None,
@@ -54,8 +57,11 @@ ENGINE_TYPES: dict[str, Any] = {
 """Types of the engine's settings whose text is not read as its type says."""
 
 
-def setting(group: str, default: Any, help: str, *, metavar: str = "VALUE", **options: Any) -> Any:
-    """Return a pydantic field with its group and metavar in `--help`. `options` go to pydantic's Field."""
+def setting(group: str, default: Any, help: str, *, metavar: str = "N", **options: Any) -> Any:
+    """Return a pydantic field with its group and metavar in `--help`. `options` go to pydantic's Field.
+
+    A `help` that ends with the default in brackets says what None means.
+    """
     extra: dict[str, Any] = {"group": group, "metavar": metavar}
     return Field(default, description=help, json_schema_extra=extra, **options)
 
@@ -93,9 +99,31 @@ class Config(BaseModel):
     notes: tuple[str, ...] = ()
     """What the log says of flags that set nothing."""
     model: str = setting(
-        MODEL, "demo", "target: a folder, a Hugging Face id, or `demo`, the pair that is included", min_length=1
+        MODEL,
+        "demo",
+        "target: a folder, a Hugging Face id, or `demo`, the pair that is included",
+        metavar="MODEL",
+        min_length=1,
     )
-    draft_model: str | None = setting(MODEL, None, "DFlash draft: a folder or a Hugging Face id; `demo` brings its own")
+    draft_model: str | None = setting(
+        MODEL,
+        None,
+        "DFlash draft: a folder or a Hugging Face id (default: none; `demo` brings its own)",
+        metavar="MODEL",
+    )
+    revision: str | None = setting(
+        MODEL, None, "branch, tag or commit of a Hugging Face id (default: main)", metavar="NAME", min_length=1
+    )
+    draft_revision: str | None = setting(
+        MODEL, None, "the same for --draft-model (default: main)", metavar="NAME", min_length=1
+    )
+    tokenizer: str | None = setting(
+        MODEL,
+        None,
+        "folder or Hugging Face id of another tokenizer and chat template (default: MODEL)",
+        metavar="MODEL",
+        min_length=1,
+    )
     served_model_name: Words = setting(
         MODEL, [], "names that requests may use; answers have the first one (default: MODEL)", metavar="NAME"
     )
@@ -106,59 +134,106 @@ class Config(BaseModel):
     )
 
     kv_events_config: KvEvents | None = setting(
-        ENGINE, None, 'publish changes of the prefix cache: {"enable_kv_cache_events": true}, like vLLM', metavar="JSON"
+        ENGINE,
+        None,
+        'publish changes of the prefix cache, like vLLM: {"enable_kv_cache_events": true} (default: no)',
+        metavar="JSON",
     )
 
     default_chat_template_kwargs: JsonObject = setting(
-        CHAT, {}, 'JSON for requests that send no chat_template_kwargs: {"enable_thinking": false}', metavar="JSON"
+        CHAT,
+        {},
+        'for requests that send no chat_template_kwargs: {"enable_thinking": false} (default: {})',
+        metavar="JSON",
     )
     reasoning_parser: ParserName = setting(
-        CHAT, "auto", "auto | none | qwen3 | harmony: how to find reasoning_content; auto goes by the chat template"
+        CHAT,
+        "auto",
+        "auto | none | qwen3 | harmony: how to find reasoning_content; auto goes by the chat template",
+        metavar="PARSER",
     )
     tool_call_parser: ToolParserName = setting(
         CHAT,
         "auto",
         "auto | none | qwen3 | qwen3_coder | llama3_json | harmony: how to find tool_calls; auto: by the chat template",
+        metavar="PARSER",
+    )
+    generation_config: GenerationConfig = setting(
+        CHAT,
+        "auto",
+        "auto | vllm: sampling defaults of generation_config.json, or neutral ones, as vLLM calls them",
+        metavar="WHICH",
+    )
+    override_generation_config: JsonObject = setting(
+        CHAT,
+        {},
+        'sampling defaults over these: {"temperature": 0.6, "top_p": 0.95} (default: {})',
+        metavar="JSON",
+    )
+    seed: Seed = setting(
+        CHAT,
+        None,
+        "begins the row of seeds for requests that send none, in the order of their arrival (default: random)",
+        ge=0,
     )
 
-    host: str = setting(SERVER, "127.0.0.1", "address to listen on; 0.0.0.0 for all addresses")
+    host: str = setting(SERVER, "127.0.0.1", "address to listen on; 0.0.0.0 for all addresses", metavar="ADDRESS")
     port: int = setting(SERVER, 8000, "port to listen on; 0 takes a free one", ge=0, le=65535)
-    root_path: RootPath = setting(SERVER, "", "path prefix that a proxy adds: /llm")
+    root_path: RootPath = setting(SERVER, "", "path prefix that a proxy adds: /llm (default: none)", metavar="PATH")
     api_key: Keys = setting(
         SERVER, [], "keys; every request must have one of them (default: none)", metavar="KEY", repr=False
     )
-    api_key_file: Path | None = setting(SERVER, None, "file with one key per line", metavar="FILE")
+    api_key_file: Path | None = setting(SERVER, None, "file with one key per line (default: none)", metavar="PATH")
     admin_key: Keys = setting(
         SERVER, [], "keys to flush the prefix cache with (default: the API keys)", metavar="KEY", repr=False
     )
     allowed_origins: Words = setting(
-        SERVER, [], "origins whose pages may call this server (CORS); * for all origins", metavar="ORIGIN"
+        SERVER, [], "origins whose pages may call this server (CORS); * for all (default: none)", metavar="ORIGIN"
     )
     max_queue: NonNegativeInt | None = setting(
         SERVER, None, "most requests that wait while others run; more get 429 (default: 4 x max_num_seqs)"
     )
     max_concurrency_per_key: PositiveInt | None = setting(
-        SERVER, None, "most requests in flight per API key, or per client address without keys; others get 429"
+        SERVER,
+        None,
+        "most requests in flight per API key, or per client address without keys; others get 429 (default: no limit)",
     )
     request_timeout: FiniteFloat = setting(
-        SERVER, 0.0, "seconds until a request fails with 504; 0: never; X-Request-Timeout may shorten it", ge=0
+        SERVER,
+        0.0,
+        "time until a request fails with 504; 0: never; X-Request-Timeout may shorten it",
+        metavar="SECONDS",
+        ge=0,
     )
-    shutdown_timeout: FiniteFloat = setting(SERVER, 30.0, "seconds that running requests get after SIGTERM", ge=0)
+    shutdown_timeout: FiniteFloat = setting(
+        SERVER, 30.0, "time that running requests get after SIGTERM", metavar="SECONDS", ge=0
+    )
     drain_delay: FiniteFloat = setting(
-        SERVER, 0.0, "seconds after SIGTERM in which /ready answers 503 and new requests are still served", ge=0
+        SERVER,
+        0.0,
+        "time after SIGTERM in which /ready answers 503 and new requests are still served",
+        metavar="SECONDS",
+        ge=0,
     )
     step_timeout: FiniteFloat = setting(
         SERVER,
         120.0,
-        "seconds without a layer and a step result after which an engine with work is killed and restarted",
+        "time without a layer and a step result after which an engine with work is killed and restarted",
+        metavar="SECONDS",
         gt=0,
     )
 
     metrics_without_key: bool = setting(LOGS, False, "answer GET /metrics without a key, for Prometheus")
     log_prompts: bool = setting(LOGS, False, "log prompts")
-    metrics_prefix: MetricsPrefix = setting(LOGS, "dflash:", "prefix of metric names; `vllm:` for vLLM's dashboards")
+    metrics_prefix: MetricsPrefix = setting(
+        LOGS, "dflash:", "prefix of metric names; `vllm:` for vLLM's dashboards", metavar="PREFIX"
+    )
     otlp_traces_endpoint: Url | None = setting(
-        LOGS, None, "OpenTelemetry collector of a span for each request: http://host:4317", metavar="URL", repr=False
+        LOGS,
+        None,
+        "OpenTelemetry collector of a span for each request: http://host:4317 (default: none)",
+        metavar="URL",
+        repr=False,
     )
 
     @classmethod
@@ -176,9 +251,16 @@ class Config(BaseModel):
         )
         return config.model_copy(update={"engine": engine})
 
-    def with_models(self, target: Path, draft: Path | None) -> "Config":
+    @property
+    def named_models(self) -> dict[str, Any]:
+        """The arguments of `find_models`, which returns those of `with_models`."""
+        names = "model draft_model speculation revision draft_revision tokenizer".split()
+        return {name: getattr(self, name) for name in names}
+
+    def with_models(self, target: Path, draft: Path | None, tokenizer: Path | None = None) -> "Config":
         """Return the settings with the folders of the models, once these are found."""
-        return self.model_copy(update={"engine": replace(self.engine, target=target, draft=draft)})
+        engine = replace(self.engine, target=target, draft=draft)
+        return self.model_copy(update={"engine": engine, "tokenizer": tokenizer and str(tokenizer)})
 
     @property
     def has_models(self) -> bool:

@@ -22,9 +22,12 @@ from app.config.values import UNREADABLE, parse_json
 SETTINGS: dict[str, Any] = {
     **SERVER_SETTINGS,
     **ENGINE_SETTINGS,
-    "config": setting(MODEL, None, "YAML file with the same names: `max_num_seqs: 8`", metavar="FILE"),
+    "config": setting(MODEL, None, "YAML file with the same names: `max_num_seqs: 8` (default: none)", metavar="PATH"),
     "speculative_config": setting(
-        SPECULATION, None, 'vLLM\'s: {"method": "dflash", "model": PATH, "num_speculative_tokens": N}', metavar="JSON"
+        SPECULATION,
+        None,
+        'vLLM\'s: {"method": "dflash", "model": PATH, "num_speculative_tokens": N} (default: none)',
+        metavar="JSON",
     ),
 }
 """Name -> pydantic FieldInfo. The last two are not settings themselves, but bring others."""
@@ -146,10 +149,12 @@ def _put_beneath(
             given = given._replace(value=before.value + given.value)
         elif before is not None and given.field in UPPER_BOUNDS:
             given = min(before, given, key=_bound)
+        elif before is not None and isinstance(before.value, dict) and isinstance(given.value, dict):
+            given = given._replace(value=before.value | given.value)
         elif before is not None and before.spelling != given.spelling and str(before.value) != str(given.value):
+            values = "" if given.field in SECRETS else f": {before.value} and {given.value}"
             raise ConfigError(
-                f"{before.spelling} and {given.spelling} contradict each other: {before.value} and {given.value}",
-                "give one of them",
+                f"{before.spelling} and {given.spelling} contradict each other{values}", "give one of them"
             )
         beneath[given.field] = given
     if beneath.keys() >= EXCLUSIVE.keys():

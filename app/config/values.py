@@ -47,6 +47,12 @@ def parse_tokens(text: str) -> str | int:
     return int(Decimal(match[1]) * {"k": 1000, "m": 1000**2, "K": 1024, "M": 1024**2}[match[2]])
 
 
+def parse_length(value: Any) -> Any:
+    """Return None, the default, for vLLM's "auto" and -1, and llama-server's 0. Text is read by `parse_tokens`."""
+    value = parse_tokens(value) if isinstance(value, str) else value
+    return None if str(value) in ("auto", "-1", "0") else value
+
+
 def parse_json(text: str) -> Any:
     """Return the value of a JSON text. Raises ValueError for any error of the parser."""
     try:
@@ -146,6 +152,11 @@ BlockRows = Annotated[
     Field(pattern=r"^(auto|full|[1-9]\d*)$"),
     AfterValidator(lambda rows: int(rows) if rows.isdecimal() else rows),
 ]
+Length = Annotated[int | None, BeforeValidator(parse_length)]
+Seed = Annotated[int | None, BeforeValidator(lambda value: None if value in (-1, "-1") else value)]
+"""A seed, or -1 for none, like llama-server's."""
+GenerationConfig = Annotated[Literal["auto", "vllm"], _spelt({"model": "auto", "openai": "vllm"})]
+"""The defaults of sampling, by vLLM's names or SGLang's."""
 _URL = re.compile(r"(https?|grpc)://[^/\s]+\S*")
 Url = Annotated[str, require(_URL.fullmatch, "an address begins with http://, https:// or grpc://")]
 RootPath = Annotated[str, Field(pattern=r"^(/[^/\s]+)*$")]

@@ -21,6 +21,8 @@ from app.text.parsers import MARKS
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
+_OVERRIDES = "--override-generation-config"
+
 
 class PromptTooLong(ValueError):
     """A text whose length already shows that it has too many tokens, `at_least` that many."""
@@ -44,13 +46,25 @@ class GenerationDefaults:
 class Tokenizer:
     """Tokenizer of the target in `folder`. Safe to use from several threads.
 
+    `tokenizer_folder` has the tokenizer and the chat template if they are not the target's own. The sampling defaults
+    are those of generation_config.json, if it `has_defaults`, with `overrides` over them; ends of text stay.
+
     `max_id` is the highest id that it can make. `model_vocab_size`, `model_type` and `architectures` come from
     config.json, and `max_new_tokens` from generation_config.json; each may be None.
     The constructor raises ConfigError, which names the file at fault. It reads config.json if `config` is None.
     """
 
-    def __init__(self, folder: Path, config: Mapping[str, Any] | None = None) -> None:
-        path = folder / "tokenizer.json"
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, Any] | None = None,
+        *,
+        tokenizer_folder: Path | None = None,
+        has_defaults: bool = True,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> None:
+        texts = tokenizer_folder or folder
+        path = texts / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(
                 f"{path} does not exist. Make it with Transformers: "
@@ -66,7 +80,7 @@ class Tokenizer:
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         self.max_id = max(vocabulary.values(), default=0)
         self._max_token_bytes = max((len(token.encode()) for token in vocabulary), default=1) or 1
-        settings_path, generation_path = folder / "tokenizer_config.json", folder / "generation_config.json"
+        settings_path, generation_path = texts / "tokenizer_config.json", folder / "generation_config.json"
         config_path = folder / "config.json"
         settings, generation = (read_json(file, or_empty=True) for file in (settings_path, generation_path))
         config = read_json(config_path, or_empty=True) if config is None else config
@@ -79,9 +93,14 @@ class Tokenizer:
         self.model_vocab_size = size if isinstance(size := config.get("vocab_size"), int) else None
         self.model_type = config.get("model_type")
         self.architectures = config.get("architectures")
-        self.defaults = _defaults(generation_path, generation)
-        self.max_new_tokens = most if type(most := generation.get("max_new_tokens")) is int and most > 0 else None
-        self.chat_template = ChatTemplate.load(folder, settings, special)
+        sampling = generation if has_defaults else {}
+        if overrides:
+            _check_overrides(overrides)
+            is_sampled = {"do_sample": None} if "temperature" in overrides else {}
+            sampling = {**sampling, **is_sampled, **overrides}
+        self.defaults = _defaults(str(generation_path), sampling)
+        self.max_new_tokens = most if type(most := sampling.get("max_new_tokens")) is int and most > 0 else None
+        self.chat_template = ChatTemplate.load(texts, settings, special)
 
     def encode(self, text: str, max_tokens: int | None = None, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text, with the special tokens (BOS) that the tokenizer adds to a bare prompt.
@@ -113,7 +132,18 @@ def _with_marks_as_text(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(json.dumps(description))
 
 
-def _defaults(path: Path, generation: dict[str, Any]) -> GenerationDefaults:
+def _check_overrides(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for overrides that are no sampling parameters or have a wrong value."""
+    known = [*(field.name for field in fields(GenerationDefaults)), "do_sample", "max_new_tokens"]
+    for name in given.keys() - known:
+        raise ConfigError(f"{_OVERRIDES}: unknown key {name!r}", f"known are {', '.join(known)}")
+    most = given.get("max_new_tokens")
+    if most is not None and (type(most) is not int or most < 1):
+        raise ConfigError(f"{_OVERRIDES}: max_new_tokens is {most!r}: a number of tokens above 0 is wanted")
+    _defaults(_OVERRIDES, given)
+
+
+def _defaults(path: str, generation: Mapping[str, Any]) -> GenerationDefaults:
     values = {field.name: generation.get(field.name) for field in fields(GenerationDefaults)}
     if generation.get("do_sample") is False:
         values["temperature"] = 0.0

@@ -21,6 +21,7 @@ _HUB_FILES = (
     "mask_embedding.pt quant_model* optional/* tokenizer* vocab.* merges.txt special_tokens_map.json "
     "added_tokens.json chat_template*"
 ).split()
+TOKENIZER_HUB_FILES = _HUB_FILES[_HUB_FILES.index("tokenizer*") :]
 _PREFIX = re.compile(r"^((language_)?model\.)+")
 _AGAIN = "download it again"
 
@@ -62,29 +63,43 @@ class Checkpoint:
         return stored
 
 
-def find_folder(name: str, role: Literal["target", "draft"], files: Sequence[str] = _HUB_FILES) -> Path:
+def find_folder(
+    name: str,
+    role: Literal["target", "draft", "tokenizer"],
+    files: Sequence[str] = _HUB_FILES,
+    revision: str | None = None,
+) -> Path:
     """Return the folder of a checkpoint: `demo`, an existing folder, or a Hugging Face id. Raises UnsupportedError. Of
-    an id `files` are downloaded if the cache lacks them. Variables of huggingface_hub apply, like HF_HUB_OFFLINE."""
-    if name == "demo":
-        return DEMO / role
+    an id `files` of the `revision`, a branch, tag or commit, are downloaded if the cache lacks them. Variables of
+    huggingface_hub apply, like HF_HUB_OFFLINE."""
     folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
+    if name == "demo" or folder.is_dir():
+        if revision:
+            given = f"{role} {name} is a folder, and only a Hugging Face id has a revision (here {revision})"
+            raise UnsupportedError(f"{given}; leave it out, or give the id")
+        return folder if name != "demo" else DEMO / ("draft" if role == "draft" else "target")
     if folder.exists():
         raise UnsupportedError(f"{role} {name} is a file; give the folder of config.json and safetensors (not GGUF)")
     if not _HUB_ID.fullmatch(name):
         neither = f"there is no such folder (looked for {folder.absolute()}), and it is not a Hugging Face id either"
         raise UnsupportedError(f"{role} {name}: {neither}; give a folder, an id such as Qwen/Qwen3-8B, or demo")
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     hub, cache, login = constants.ENDPOINT, constants.HF_HUB_CACHE, "log in with `hf auth login` or HF_TOKEN"
     try:
-        return Path(snapshot_download(name, allow_patterns=[*files]))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*files]))
     except GatedRepoError:
         reason = f"{hub} asks for permission; accept the model's terms there and {login}"
     except RepositoryNotFoundError:
         reason = f"{hub} has no model of that name; check the spelling, or {login} if it is private"
+    except RevisionNotFoundError:
+        reason = f"{hub} has no revision {revision} of it; give a branch, tag or commit that is there"
     except LocalEntryNotFoundError:
         reason = f"{hub} cannot be reached while {cache} does not hold it: check the network or HF_ENDPOINT"
         if constants.is_offline_mode():

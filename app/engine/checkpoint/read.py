@@ -10,6 +10,7 @@ from app.engine.checkpoint.draft import draft_config, refuse_foreign_tensors, wi
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import (
     TOKENIZER_FILES,
+    TOKENIZER_HUB_FILES,
     Checkpoint,
     find_folder,
     find_tensor,
@@ -29,14 +30,32 @@ class Models(NamedTuple):
     draft_files: Checkpoint | None
 
 
-def find_models(model: str, draft_model: str | None, *, speculation: bool) -> tuple[Path, Path | None]:
-    """Return the folders of target and draft, downloaded if need be. Raises UnsupportedError."""
-    target, draft = find_folder(model, "target"), draft_model or ("demo" if model == "demo" else None)
+class Folders(NamedTuple):
+    """The folders of target and draft, and of a tokenizer that is not the target's."""
+
+    target: Path
+    draft: Path | None
+    tokenizer: Path | None
+
+
+def find_models(
+    model: str,
+    draft_model: str | None,
+    *,
+    speculation: bool,
+    revision: str | None = None,
+    draft_revision: str | None = None,
+    tokenizer: str | None = None,
+) -> Folders:
+    """Return the folders of models, downloaded if need be. Raises UnsupportedError."""
+    target = find_folder(model, "target", revision=revision)
+    draft = draft_model or ("demo" if model == "demo" else None)
+    text = find_folder(tokenizer, "tokenizer", TOKENIZER_HUB_FILES) if tokenizer else None
     if speculation and draft:
-        return target, find_folder(draft, "draft")
+        return Folders(target, find_folder(draft, "draft", revision=draft_revision), text)
     reason = "no --draft-model" if speculation else "--no-speculation"
     print(f"{model} decodes plainly, without drafts: {reason}", file=sys.stderr)
-    return target, None
+    return Folders(target, None, text)
 
 
 def read_checkpoints(config: EngineConfig) -> Models:
@@ -64,14 +83,15 @@ def read_checkpoints(config: EngineConfig) -> Models:
     return Models(target, draft, target_files, draft_files)
 
 
-def check_checkpoints(config: EngineConfig) -> Models:
+def check_checkpoints(config: EngineConfig, tokenizer: Path | None = None) -> Models:
     """Read the config.json and the headers of both models. Raises UnsupportedError for those that the engine cannot
-    load, and without a tokenizer."""
+    load, and without a tokenizer, in the target's folder or that of `tokenizer`."""
     models = read_checkpoints(config)
     target, draft = models.target, models.draft
-    if not any((config.target / name).is_file() for name in TOKENIZER_FILES):
+    folder = tokenizer or config.target
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         looked = f"no tokenizer; looked for {', '.join(TOKENIZER_FILES)}"
-        raise UnsupportedError(f"{config.target}: {looked}; copy the tokenizer files of the model next to its weights")
+        raise UnsupportedError(f"{folder}: {looked}; copy the model's next to its weights, or give --tokenizer FOLDER")
     ends = ["embed_tokens"] if target.tie_word_embeddings else ["embed_tokens", "lm_head"]
     wanted = _layers(target) | {name: [target.vocab_size, target.hidden_size] for name in ends}
     stored = models.target_files.tensors

@@ -2,6 +2,7 @@
 memory or of a tensor is refused where it is known."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from app.config.engine import EngineConfig
@@ -138,9 +139,9 @@ def check(facts: Facts) -> None:
             raise UnsupportedError(f"{refusal.flag}: {refusal.why}".format(config=facts.config, result=result, **known))
 
 
-def check_models(config: EngineConfig) -> Mapping[str, Any]:
+def check_models(config: EngineConfig, tokenizer: Path | None = None) -> Mapping[str, Any]:
     """Return the target's config.json. Raises UnsupportedError for checkpoints that the engine cannot load, or not with
-    these settings. Without torch."""
-    models = check_checkpoints(config)
+    these settings, and without a tokenizer. Without torch."""
+    models = check_checkpoints(config, tokenizer)
     check(Facts(config, models.target, models.draft))
     return models.target_files.config

@@ -1,6 +1,7 @@
 """Sampling fields reach the engine unchanged, and the model's own files fill the fields that a request leaves open."""
 
 import json
+import random
 import shutil
 
 import pytest
@@ -252,3 +253,14 @@ def test_a_cache_salt_is_a_text_that_is_not_empty_and_not_long(server, path, bas
 def test_a_cache_salt_is_passed_on(server, path, base, fields, salt):
     server.script.plan([2])
     assert submitted(server, path, base | fields)["cache_salt"] == salt
+
+
+def test_requests_without_a_seed_get_the_servers_row_of_them_and_others_keep_theirs(model_folder):
+    with serving_ready(model_folder, seed=5) as server:
+        seeds = []
+        for fields in ({}, {"seed": 7}, {}):
+            server.script.plan([2])
+            server.http.post("/v1/completions", json={"prompt": "a"} | fields)
+            seeds.append(server.script.see("Submit")["sampling"]["seed"])
+    row = random.Random(5)
+    assert seeds == [row.getrandbits(64), 7, row.getrandbits(64)]

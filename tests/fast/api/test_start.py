@@ -1,6 +1,7 @@
 """A start that fails leaves nothing open."""
 
 import resource
+import shutil
 import socket
 
 import pytest
@@ -17,6 +18,23 @@ def test_a_server_starts_only_with_models_that_were_found(config, model_folder, 
     with pytest.raises(AssertionError, match="with_models"):
         Server(config)
     Server(config.with_models(model_folder, None))
+
+
+def test_a_server_takes_its_tokenizer_and_its_sampling_defaults_from_the_settings(model_folder, tmp_path):
+    texts = shutil.copytree(model_folder, tmp_path / "texts")
+    (texts / "chat_template.jinja").write_text("other")
+    model = shutil.copytree(model_folder, tmp_path / "model")
+    (model / "generation_config.json").write_text('{"top_k": 7, "min_p": 0.5}')
+    settings = {"generation_config": "vllm", "override_generation_config": {"temperature": 0.5}, "seed": 1}
+    config = Config.of(**settings).with_models(model, None, texts)
+    services = [Server(config).services for _ in range(2)]
+    tokenizer = services[0].tokenizer
+    assert tokenizer.chat_template.source == "other"
+    assert (tokenizer.defaults.temperature, tokenizer.defaults.top_k, tokenizer.defaults.min_p) == (0.5, 0, 0.0)
+    first, second = ([each.next_seed() for _ in range(3)] for each in services)
+    assert first == second and len(set(first)) == 3
+    seeds = {Server(Config.of().with_models(model, None)).services.next_seed() for _ in range(2)}
+    assert len(seeds) == 2
 
 
 def test_with_its_port_taken_a_server_opens_no_socket_of_events(model_folder, monkeypatch, caplog):

@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from app.engine.checkpoint import files
 from app.engine.checkpoint.files import DEMO, Checkpoint, find_folder, read_json, token_id
+from app.engine.checkpoint.read import find_models
 from app.engine.errors import UnsupportedError
 from tests.costs import fast_ones
 
@@ -211,7 +212,8 @@ def refuse(*_, **__):
 socket.socket.connect = socket.getaddrinfo = refuse
 from app.engine.checkpoint.files import UnsupportedError, find_folder
 try:
-    print(find_folder(sys.argv[1], "target"))
+    name, _, revision = sys.argv[1].partition("@")
+    print(find_folder(name, "target", revision=revision or None))
 except UnsupportedError as error:
     print(error)
 """
@@ -235,6 +237,31 @@ def test_offline_makes_no_network_call_and_serves_what_the_cache_holds(tmp_path:
     (repo / "refs" / "main").write_text("0" * 40)
     (snapshot / "config.json").write_text("{}")
     assert run_without_network(tmp_path) == str(snapshot)
+    (repo / "refs" / "v2").write_text("1" * 40)
+    other = repo / "snapshots" / ("1" * 40)
+    other.mkdir()
+    assert run_without_network(tmp_path, "some-org/some-model@v2") == str(other)
+    assert "HF_HUB_OFFLINE" in run_without_network(tmp_path, "some-org/some-model@v3")
+
+
+@pytest.mark.parametrize("name", ["demo", "."])
+def test_a_folder_has_no_revision(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"only a Hugging Face id has a revision \(here v2\); leave it out"):
+        find_folder(name, "target", revision="v2")
+
+
+def test_models_are_found_by_their_own_revisions_and_a_tokenizer_without_weights(monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download",
+        lambda name, revision, allow_patterns: (
+            asked.append((name, revision, "tokenizer*" in allow_patterns, "model*.safetensors" in allow_patterns))
+            or name
+        ),
+    )
+    found = find_models("o/t", "o/d", speculation=True, revision="a", draft_revision="b", tokenizer="o/text")
+    assert found == (Path("o/t"), Path("o/d"), Path("o/text"))
+    assert asked == [("o/t", "a", True, True), ("o/text", None, True, False), ("o/d", "b", True, True)]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The command line: our flags and other projects', quick help, and errors in one line with exit code 2."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -48,7 +49,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, Path | None]]:
     calls: list[tuple[Path, Path | None]] = []
     module = SimpleNamespace(run=lambda config, _: calls.append((config.engine.target, config.engine.draft)) or 7)
     monkeypatch.setitem(sys.modules, "app.api.process", module)  # type: ignore[arg-type]
-    monkeypatch.setattr("app.engine.load.refusals.check_models", lambda config: None)
+    monkeypatch.setattr("app.engine.load.refusals.check_models", lambda *_: None)
     return calls
 
 
@@ -108,27 +109,32 @@ def test_flags_are_read_from_every_group() -> None:
         ("--prot", "--port"),
         ("--gpu-memory-utilisation", "--gpu-memory-utilization"),
         ("--verfiy", "--verify"),
-        *((other, "") for other in ("--enable-lore-x", "--npu-chunk", "--fp8", "--tx-size", "-d", "-p", "--max-loras")),
+        ("--tmep", "--temp"),
+        *((other, "") for other in ("--enable-lore-x", "--npu-chunk", "--fp8", "--tx-size", "-d", "-p", "--max-loros")),
+        *(
+            (other, "")
+            for other in ("--tmp", "--top", "--toP", "--swap", "--slow", "--embed", "--download-dri", "--ssl-keyfiel")
+        ),
     ],
 )
 def test_a_typo_gets_the_flag_that_was_meant_and_another_flag_no_guess(given: str, meant: str) -> None:
     error = refusal(given, "8")
-    assert str(error) == f"unknown flag {given}"
-    assert error.hint == (f"did you mean {meant}?" if meant else "`dflash-server serve --help` lists all flags")
+    assert str(error) == f"unknown flag {given}" + (f": did you mean {meant}?" if meant else "")
+    assert error.hint == "`dflash-server serve --help` lists all flags"
 
 
 def test_all_flags_at_fault_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    command = "x --fast 1 --prot 9 --revision main --fast=2 --nnodes 2 --max-num-seq 3"
+    command = "x --fast 1 --prot 9 --download-dir d --fast=2 --nnodes 2 --max-num-seq 3"
     assert cli.main(["serve", *command.split()]) == 2
     *errors, hint = capsys.readouterr().err.splitlines()
     assert [line.split(" is refused")[0] for line in errors] == [
-        "error: --revision",
+        "error: --download-dir",
         "error: --nnodes 2",
         "error: unknown flag --fast",
-        "error: unknown flag --prot",
-        "error: unknown flag --max-num-seq",
+        "error: unknown flag --prot: did you mean --port?",
+        "error: unknown flag --max-num-seq: did you mean --max-num-seqs?",
     ]
-    assert hint == "hint: did you mean --port --max-num-seqs?"
+    assert hint == "hint: `dflash-server serve --help` lists all flags"
 
 
 ONE_DASH = sorted(name for peer in PEER_FLAGS for name in peer.names if not name.startswith("--"))
@@ -153,7 +159,7 @@ def test_no_beginning_of_a_flag_means_that_flag(
 
 def test_a_flag_that_is_also_the_beginning_of_another_means_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert "-t is refused: set OMP_NUM_THREADS" in str(refusal("-t", "2"))
-    assert "-s is refused" in str(refusal("-s", "1"))
+    assert typed("-s 7").seed == 7
     assert typed("-m a -c 64 -a b").engine.max_model_len == 64
     assert cli.main(["check", "-t", "2"]) == 2
     assert "unknown flag -t" in capsys.readouterr().err
@@ -225,14 +231,18 @@ def test_a_flag_that_is_taken_needs_its_value() -> None:
 
 @pytest.mark.parametrize("peer", PEER_FLAGS, ids=lambda peer: peer.names[0])
 def test_a_flag_of_another_project_takes_the_values_that_it_has_there_and_no_model(peer: PeerFlag) -> None:
-    value = {"only": peer.means.upper().split()[0] if peer.means else "", "block": "8", "taken": "on"}
+    value = {"only": peer.means.upper().split()[0] if peer.means else "", "block": "8", "taken": "on", "sampling": "1"}
     ours = {"memory_utilization": "0.5", "speculative_config": '{"model": "d"}', "draft_enforce_eager": "true"}
-    ours["quantization"] = "int8"
+    ours |= {"quantization": "int8", "device": "cpu", "generation_config": "openai", "root_path": "/llm"}
+    ours |= dict.fromkeys(("default_chat_template_kwargs", "override_generation_config"), '{"top_k": 1}')
     for name in peer.names:
         given = value.get(peer.kind) or ours.get(peer.field, "1")
         arguments = [name, given] if peer.nargs(name) != 0 else [name]
         if peer.kind == "refused":
             assert f"{name} is refused: {peer.note}" in str(refusal("m", *arguments))
+            continue
+        if peer.nargs(name) == "+":
+            assert load("MODEL", *arguments, "2").notes == (f"{name} {given} 2: nothing to set, {peer.note}",)
             continue
         settings = parse_flags([*arguments, *([] if peer.field == "model" else ["MODEL"])])
         assert peer.field == "model" or settings[-1] == ("MODEL", "model", "MODEL")
@@ -258,7 +268,8 @@ def test_keys_of_a_speculative_config_may_be_dotted(command: str) -> None:
 def test_numbers_of_tokens_may_be_short(given: str, tokens: int) -> None:
     assert typed(f"--max-model-len {given}").engine.max_model_len == tokens
     assert typed(f"--max-num-batched-tokens {given}").engine.max_num_batched_tokens == tokens
-    for wrong in ("2kk", "k", "2.5", "0k", "-1"):
+    assert all(typed(f"--max-model-len {auto}").engine.max_model_len is None for auto in ("auto", "-1", "0"))
+    for wrong in ("2kk", "k", "2.5", "-2"):
         assert f"--max-model-len {wrong}" in str(refusal("--max-model-len", wrong))
 
 
@@ -296,7 +307,7 @@ def test_a_misspelt_command_gets_the_nearest(capsys: pytest.CaptureFixture[str])
 def test_a_leading_flag_means_serve(served: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--port", "9000"]) == 7 and len(served) == 1
     assert cli.main(["--prot", "9000"]) == 2
-    assert capsys.readouterr().err.endswith("error: unknown flag --prot\nhint: did you mean --port?\n")
+    assert capsys.readouterr().err.startswith("error: unknown flag --prot: did you mean --port?\n")
 
 
 def test_a_reader_that_has_seen_enough_of_a_check_ends_it_without_a_word() -> None:
@@ -331,9 +342,74 @@ def test_settings_that_do_not_fit_the_checkpoints_exit_2_before_a_server_starts(
     assert said in capsys.readouterr().err
 
 
-def test_an_unknown_command_is_told_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["Qwen/Qwen3-8B"]) == 2
-    assert "dflash-server serve Qwen/Qwen3-8B" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [
+        ("Qwen/Qwen3-8B", "did you mean `dflash-server serve Qwen/Qwen3-8B`?"),
+        ("run llama3.2", "did you mean `dflash-server serve llama3.2`?"),
+        ("launch_server --model-path X", "did you mean `dflash-server serve --model-path X`?"),
+        ("sglang.launch_server --model-path X", "did you mean `dflash-server serve --model-path X`?"),
+        ("vllm.entrypoints.openai.api_server --model X", "did you mean `dflash-server serve --model X`?"),
+        ("pull llama3.2", "`dflash-server serve MODEL` downloads"),
+        ("list", "`hf cache ls`"),
+        ("chat", "`dflash-server serve MODEL` prints the address"),
+        ("bench serve", "`python -m tools.bench`"),
+        ("collect-env", "`dflash-server check`"),
+        ("chek", "did you mean `dflash-server check`?"),
+        ("nonsense", "`dflash-server --help` lists the commands"),
+    ],
+)
+def test_an_unknown_command_is_told_what_to_type(command: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(command.split()) == 2
+    error, said = capsys.readouterr().err.splitlines()
+    assert error == f"error: unknown command {command.split()[0]}" and said.startswith(f"hint: {hint}")
+
+
+RECIPES = (
+    # vLLM's recipes and vllm-ascend's tutorials
+    "Qwen/Qwen3.6-35B-A3B --tensor-parallel-size 8 --max-model-len 262144 --reasoning-parser qwen3 "
+    "--language-model-only --enable-prefix-caching --mamba-cache-mode align --mamba-block-size 8",
+    "/mnt/weight/Qwen3.6-27B --host 0.0.0.0 --port 8000 --data-parallel-size 1 --tensor-parallel-size 2 --seed 1024 "
+    "--served-model-name qwen3.6-27b --max-num-seqs 32 --max-model-len 133000 --max-num-batched-tokens 8096 "
+    "--trust-remote-code --reasoning-parser qwen3 --gpu-memory-utilization 0.90 --no-enable-prefix-caching "
+    """--speculative_config '{"method": "dflash", "model": "d", "num_speculative_tokens": 15, """
+    """"disable_padded_drafter_batch": false}' --compilation-config '{"cudagraph_mode": "FULL_DECODE_ONLY"}' """
+    """--additional-config '{"enable_cpu_binding": true}' --async-scheduling""",
+    "openai/gpt-oss-20b --revision main --tokenizer openai/gpt-oss-20b --generation-config vllm --load-format "
+    "safetensors --guided-decoding-backend xgrammar --max-logprobs 20 --chat-template-content-format auto "
+    "--tool-call-parser openai --enable-auto-tool-choice --max-cudagraph-capture-size 2048 --stream-interval 20 "
+    "--cudagraph-capture-sizes 1 2 4 8 --cpu-offload-gb 0 --max-model-len auto --disable-uvicorn-access-log "
+    """--override-generation-config '{"temperature": 0.6, "max_new_tokens": 512}'""",
+    # SGLang's cookbook
+    "--model-path Qwen/Qwen3.5-27B --speculative-algorithm DFLASH --speculative-draft-model-path d --dtype bfloat16 "
+    "--speculative-draft-attention-backend fa4 --attention-backend trtllm_mha --skip-server-warmup --random-seed 1 "
+    "--dist-init-addr 127.0.0.1:5000 --nnodes 1 --node-rank 0 --cuda-graph-bs 1 2 4 --tool-call-parser qwen3_coder "
+    "--mamba-ssm-dtype float32 --sampling-defaults openai --enable-metrics --admin-api-key k --moe-runner-backend auto",
+    # llama-server's README and its users
+    "-m Qwen/Qwen3-8B --spec-draft-model d --spec-type draft-dflash --spec-draft-n-max 15 -c 0 -np 4 -ngl 99 -fa on "
+    "--temp 0.6 --top-k 20 --top-p 0.95 --min-p 0 --repeat-penalty 1.05 --jinja --no-webui --slots --metrics --props "
+    """--no-mmap --cont-batching --chat-template-kwargs '{"enable_thinking": false}' --reasoning-format deepseek """
+    "--cache-type-k auto --no-context-shift -s -1 --predict -1",
+    "-m x --model-draft d --draft-max 7 --draft-min 0 --draft-p-min 0.8 -ngld 99 --no-warmup -a name",
+)
+
+
+@pytest.mark.parametrize("command", RECIPES, ids=lambda command: command.split()[0])
+def test_a_published_command_starts_as_it_stands(command: str) -> None:
+    config = typed(command)
+    assert config.model != "demo" and config.notes
+
+
+def test_llama_servers_defaults_of_sampling_are_the_servers() -> None:
+    config = typed("--temp 0.6 --top-k 20 --predict 5")
+    assert config.override_generation_config == {"temperature": 0.6, "top_k": 20, "max_new_tokens": 5}
+    assert "--temp hot: a number is wanted" in str(refusal("--temp", "hot"))
+    assert "contradict" in str(refusal("--temp", "1", "--override-generation-config", "{}"))
+
+
+def test_keys_that_contradict_each_other_are_not_shown() -> None:
+    error = refusal("--admin-key", "first-secret", "--admin-api-key", "second-secret")
+    assert "--admin-key and --admin-api-key contradict each other" in str(error) and "secret" not in str(error)
 
 
 def test_serve_help_shows_every_flag_its_default_and_its_variable(capsys: pytest.CaptureFixture[str]) -> None:
@@ -342,6 +418,20 @@ def test_serve_help_shows_every_flag_its_default_and_its_variable(capsys: pytest
     assert left.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "--memory-utilization" in shown and "default: 0.9, DFLASH_MEMORY_UTILIZATION" in shown
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_help_has_the_type_and_the_default_of_every_setting(name: str) -> None:
+    groups = serve_parser()._action_groups[2:-1]
+    (action,) = [action for group in groups for action in group._group_actions if action.const == name]
+    assert action.nargs == 0 or (str(action.metavar).isupper() and action.metavar != "VALUE")
+    assert re.search(r"default: \S", str(action.help)), action.help
+    field = SETTINGS[name]
+    default = field.get_default(call_default_factory=True)
+    if default not in (None, [], {}, ""):
+        assert f"[default: {str(default).lower()}, " in str(action.help)
+    kinds = {int: "N SECONDS", float: "SECONDS SHARE"}
+    assert action.nargs == 0 or str(action.metavar) in kinds.get(type(default), str(action.metavar)).split()
 
 
 def test_every_setting_is_in_one_group_of_the_help() -> None:

@@ -86,7 +86,7 @@ def test_an_unknown_environment_variable_names_the_nearest(field: str, monkeypat
         (None, "cannot be read", ""),
         ("max_num_seq: 4", "max_num_seq", "did you mean max_num_seqs?"),
         ("gpu-memory-utilization: 0.9", "gpu-memory-utilization", "it is memory_utilization here"),
-        ("revision: main", "revision", "refused: `hf download --revision` fetches it"),
+        ("download_dir: d", "download_dir", "refused: set HF_HUB_CACHE in the environment"),
     ],
 )
 def test_a_yaml_file_that_cannot_be_used_is_named(tmp_path: Path, text: str | None, why: str, hint: str) -> None:

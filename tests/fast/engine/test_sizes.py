@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from app.config.engine import EngineConfig
+from app.config.flags import serve_parser
 from app.engine.cpu import backend as cpu_backend
+from app.engine.cpu.backend import CpuBackend
 from app.engine.device.base import Defaults
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import build_engine
-from app.engine.load.memory import MIN_MODEL_LEN, settle_pages
-from app.engine.load.plan import Sizes, settle_sizes
+from app.engine.load.memory import CHECKPOINTS_FRACTION, CPU_KV_BYTES, MIN_MODEL_LEN, PER_SEQUENCE, settle_pages
+from app.engine.load.plan import MIN_BATCHED_TOKENS, PREFILL_SHARE, Sizes, settle_sizes
 from app.engine.models.page_pool import SCRATCH_PAGES
+from app.engine.npu import rules as npu_rules
 from app.messages import Request, SamplingParams
 from tests import UNTIMED
 from tests.fast.engine.pairs import Pair, make_pair
@@ -90,6 +93,16 @@ def test_tables_reach_two_blocks_past_the_context_limit(page_size, pages):
     sizes = settled(block_size=8, max_model_len=500, page_size=page_size)
     assert sizes.padded_len == 516
     assert sizes.pages_per_sequence == pages
+
+
+def test_help_has_the_defaults_of_the_devices() -> None:
+    cpu, shown = CpuBackend.defaults, " ".join(serve_parser().format_help().split())
+    assert f"(default: {cpu.max_num_seqs} on a CPU, 256 on NPU and GPU, 64 on a GPU with a draft)" in shown
+    assert f"(default: {npu_rules.PAGE_SIZE} on NPU, {cpu.page_size} elsewhere)" in shown
+    assert f"(default: on a CPU {CPU_KV_BYTES >> 30}GiB, or half of free memory" in shown
+    assert f"(default: {PER_SEQUENCE} states for each of --max-num-seqs, in at most a quarter" in shown
+    assert CHECKPOINTS_FRACTION == 1 / 4
+    assert f"(default: {MIN_BATCHED_TOKENS}, or {PREFILL_SHARE} more than the blocks" in shown
 
 
 # Pages

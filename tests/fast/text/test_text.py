@@ -96,6 +96,55 @@ def test_defaults_are_those_of_the_generation_config(folder, generation, expecte
     assert Tokenizer(folder).defaults == expected
 
 
+GENERATION = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 5, "eos_token_id": [0, 2]}
+
+
+@pytest.mark.parametrize(
+    ("has_defaults", "overrides", "expected", "most"),
+    [
+        (True, {}, GenerationDefaults(0.6, 20), 5),
+        (False, {}, GenerationDefaults(), None),
+        (True, {"temperature": 0.9, "top_p": 0.5}, GenerationDefaults(0.9, 20, 0.5), 5),
+        (True, {"do_sample": False}, GenerationDefaults(0.0, 20), 5),
+        (False, {"temperature": 0.2, "max_new_tokens": 7}, GenerationDefaults(0.2), 7),
+    ],
+)
+def test_defaults_may_be_left_out_or_overridden_and_ends_of_text_stay(folder, has_defaults, overrides, expected, most):
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION))
+    found = Tokenizer(folder, has_defaults=has_defaults, overrides=overrides)
+    assert (found.defaults, found.max_new_tokens, found.eos_ids) == (expected, most, [0, 2])
+
+
+def test_an_override_of_greedy_defaults_by_a_temperature_samples(folder):
+    (folder / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
+    assert Tokenizer(folder, overrides={"top_k": 3}).defaults == GenerationDefaults(0.0, 3)
+    assert Tokenizer(folder, overrides={"temperature": 0.3}).defaults == GenerationDefaults(0.3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"temprature": 1}, "unknown key 'temprature'"),
+        ({"temperature": "hot"}, "temperature is 'hot'"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+    ],
+)
+def test_an_override_that_is_wrong_is_named(folder, overrides, said):
+    with pytest.raises(ConfigError, match=f"--override-generation-config: {said}"):
+        Tokenizer(folder, overrides=overrides)
+
+
+def test_a_tokenizer_of_another_folder_brings_its_template_and_ends_of_text(folder, model_folder, tmp_path):
+    texts = shutil.copytree(model_folder, tmp_path / "texts")
+    (texts / "chat_template.jinja").write_text("other")
+    (texts / "generation_config.json").write_text('{"temperature": 0.1}')
+    (texts / "config.json").write_text('{"vocab_size": 3}')
+    (folder / "tokenizer.json").unlink()
+    found = Tokenizer(folder, tokenizer_folder=texts)
+    assert found.chat_template.render(MESSAGES) == "other" and found.encode("hello") == Tokenizer(texts).encode("hello")
+    assert found.defaults == Tokenizer(model_folder).defaults and found.model_vocab_size != 3
+
+
 @pytest.mark.parametrize(
     ("generation", "settings", "config", "expected"),
     [
