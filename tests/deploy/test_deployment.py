@@ -102,7 +102,6 @@ def test_with_a_key_prometheus_has_it_and_kubernetes_scrapers_need_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert schema_errors(with_key(COMPOSE), "compose-spec", tmp_path) == ""
-    validate_manifest(with_key(MANIFEST))
     compose = yaml.safe_load(with_key(COMPOSE))
     servers = [name for name, service in compose["services"].items() if "DFLASH_MODEL" in str(service)]
     assert len(servers) >= 12
@@ -114,11 +113,14 @@ def test_with_a_key_prometheus_has_it_and_kubernetes_scrapers_need_none(
     credentials = {job["job_name"]: job.get("authorization") for job in jobs}
     assert credentials == {"dflash": {"credentials_file": f"/run/secrets/{secret}"}, "dflash-ready": None}
     assert "authorization" not in str(JOBS) and "API_KEY" not in str(yaml.safe_load(COMPOSE))
-    (container,) = yaml.safe_load(with_key(MANIFEST).partition("---")[0])["spec"]["template"]["spec"]["containers"]
-    for variable in container["env"]:
-        monkeypatch.setenv(variable["name"], variable.get("value", "a-key-of-a-secret"))
-    config = load_config()
-    assert config.api_keys() == ["a-key-of-a-secret"] and config.metrics_without_key
+    for manifest in MANIFESTS.values():
+        validate_manifest(with_key(manifest))
+        (container,) = pod_of(with_key(manifest))["containers"]
+        with monkeypatch.context() as environment:
+            for variable in container["env"]:
+                environment.setenv(variable["name"], variable.get("value", "a-key-of-a-secret"))
+            config = load_config()
+        assert config.api_keys() == ["a-key-of-a-secret"] and config.metrics_without_key
 
 
 JOBS = yaml.safe_load(read("docker/prometheus.yml"))["scrape_configs"]
