@@ -143,7 +143,7 @@ def check_template(body: TemplatedRequest, services: Services) -> None:
     if not isinstance((body.chat_template_kwargs or {}).get("enable_thinking"), bool | None):
         param = "chat_template_kwargs.enable_thinking"
         raise bad_request(f"`{param}` must be true or false: to a template any text is true.", param)
-    if not can_turn and _thinks(services) and (off := _fields_that_turn(body, False)):
+    if not can_turn and (off := _fields_that_turn(body, False)) and _thinks(services):
         why = f"This model's chat template cannot turn thinking off (`enable_thinking`). Leave `{off[0]}` out."
         raise unsupported(why, off[0])
 
@@ -157,11 +157,10 @@ def _warn_of_switches(body: TemplatedRequest, services: Services) -> list[Answer
     """Return warnings about thinking that is asked for where a template cannot switch it, and about names in
     `chat_template_kwargs` that the template does not know. What asks for nothing, like null and false, has none."""
     known, warnings = services.tokenizer.chat_template.switches, list[AnswerWarning]()
-    if "enable_thinking" not in known:
-        why = "This model's chat template cannot switch thinking" if _thinks(services) else "This model does not think"
-        for field in _fields_that_turn(body, True):
-            if field != "reasoning_effort" or field not in known:
-                warnings.append(_warning("thinking_not_switched", field, f"{why}: nothing changed."))
+    for field in _fields_that_turn(body, True):
+        if "enable_thinking" not in known and (field != "reasoning_effort" or field not in known):
+            cannot = "'s chat template cannot switch thinking" if _thinks(services) else " does not think"
+            warnings.append(_warning("thinking_not_switched", field, f"This model{cannot}: nothing changed."))
     listed = ", ".join(f"`{switch}`" for switch in known) or "none"
     for name, value in (body.chat_template_kwargs or {}).items():
         if name in (*known, "enable_thinking") or value is None or value is False:
