@@ -51,11 +51,12 @@ def set_up(level: str, style: Literal["text", "json"], secrets: Iterable[str] = 
     spelt = {spell(key) for key in long for spell in ways}
     longest_first = sorted(map(re.escape, spelt), key=len, reverse=True)
     secret = re.compile("|".join([*longest_first, r"(?i:(?:(?<=bearer )|(?<=bearer%20))[^\s\"']+)"]))
-    over_bar = "\r\x1b[2K" if sys.stderr.isatty() else ""  # a line takes the place of a progress bar, which moves down
-    text = _Text(f"{over_bar}%(asctime)s %(levelname)s %(name)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S%z")
+    is_over_bar = style == "text" and sys.stderr.isatty()
+    over_bar = "\r\x1b[2K" if is_over_bar else ""  # a line takes the place of a progress bar, which moves down
+    text = _Text("%(asctime)s %(levelname)s %(name)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S%z")
     formatter = _Json() if style == "json" else text
     handler = logging.StreamHandler()
-    handler.format = lambda record: secret.sub("[redacted]", formatter.format(record))  # type: ignore[method-assign]
+    handler.format = lambda record: over_bar + _printable(secret.sub("[redacted]", formatter.format(record)))  # type: ignore[method-assign]
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # INFO lines of uvicorn, asyncio and httpx repeat ours.
     for name in ("uvicorn.error", "asyncio", "httpx"):
@@ -66,3 +67,18 @@ def set_up(level: str, style: Literal["text", "json"], secrets: Iterable[str] = 
             "`openssl rand -hex 16` makes a better one",
             *(MIN_KEY_LENGTH, num_short, len(keys)),
         )
+
+
+def _printable(text: str) -> str:
+    """Return text with JSON's escapes for characters that a terminal obeys or a reader cannot see.
+
+    Python's `isprintable` knows them: C0 and C1 controls, line separators, marks that turn the writing's direction.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else _escaped(c) for c in text)
+
+
+def _escaped(character: str) -> str:
+    units = character.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[i : i + 2].hex()}" for i in range(0, len(units), 2))

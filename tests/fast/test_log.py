@@ -106,3 +106,23 @@ def test_a_log_without_keys_or_with_long_ones_warns_of_none(capsys):
     for keys in ([], ["12345678"]):
         log.set_up("info", "text", keys)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("style", ["text", "json"])
+@pytest.mark.parametrize(
+    "hidden", ["\x1b", "\x7f", "\x9b", "\u2028", "\u202e", "\u2066", "\ufeff", "\U000e0041", "\udc9b"]
+)
+def test_what_a_client_sent_neither_moves_a_terminal_nor_hides_in_a_line(capsys, style, hidden):
+    log.set_up("info", style)
+    try:
+        raise ValueError(f"given é{hidden}31m")
+    except ValueError:
+        logging.getLogger("app.x").exception("refused %s", hidden, extra={"fields": {"objective": f"a{hidden}b"}})
+    written = capsys.readouterr().err
+    assert hidden not in written and "é" in written
+    assert all(line.isprintable() for line in written.splitlines())
+    if style == "json":
+        (line,) = written.splitlines()
+        assert json.loads(line)["objective"] == f"a{hidden}b"
+    else:
+        assert "refused \\u" in written
