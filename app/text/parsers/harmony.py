@@ -12,6 +12,8 @@ _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 _OPENING = f"{CHANNEL}commentary to=functions."
 _HEADERS = (CHANNEL, START, MESSAGE, "to=")
 _END = re.compile("|".join(map(re.escape, (*_ENDS, START))))
+_MAX_HEADER = 512
+"""Characters before MESSAGE. More are no header: they are shown, and each piece is not searched with all before it."""
 
 
 class _Kind(Enum):
@@ -25,12 +27,14 @@ class HarmonyReasoning:
     """ReasoningParser of harmony: splits messages into reasoning and content.
 
     Marks and headers are dropped, except for a call's, which the content keeps. An empty line separates messages of
-    one kind. An output without a header is content: it continues a message that the prompt has begun.
+    one kind. An output without a header is content: it continues a message that the prompt has begun. So is text that
+    is too long for a header.
     """
 
     def __init__(self, starts_in_reasoning: bool = False) -> None:
         self._kind = _Kind.HEADER
         self._tail = ""  # a header, or maybe the beginning of a mark
+        self._space: list[str] = []  # before the first header, or the beginning of an output without one
         self._is_first = True
         self._said: set[_Kind] = set()
         self._gap = ""  # comes before the next text of this message
@@ -57,20 +61,27 @@ class HarmonyReasoning:
         """Return the held reasoning and content at the end of the output. A header without a message is dropped."""
         text, self._tail = self._tail, ""
         if self._kind is _Kind.HEADER:
-            return "", "" if text.lstrip().startswith((CHANNEL, START)) else text
+            return "", "" if text.startswith((CHANNEL, START)) else "".join(self._space) + text
         text = self._parted(text)
         return (text, "") if self._kind is _Kind.REASONING else ("", text)
 
     def _read_header(self, text: str, content: list[str]) -> str:
         """Read up to the message. Return the rest of the text."""
-        header, found, rest = text.partition(MESSAGE)
         first = text.lstrip()
-        if self._is_first and first and not any(first.startswith(h) or h.startswith(first) for h in _HEADERS):
+        if self._is_first:
+            self._space.append(text[: len(text) - len(first)])
+        end = first.find(MESSAGE, 0, _MAX_HEADER + len(MESSAGE))
+        is_header = not self._is_first or any(first.startswith(h) or h.startswith(first) for h in _HEADERS)
+        if not is_header or (end < 0 and len(first) >= _MAX_HEADER + len(MESSAGE)):
             self._begin(_Kind.CONTENT)
-            return text
-        if not found:
-            self._tail = text
+            space = "".join(self._space)
+            self._space.clear()
+            return space + first
+        if end < 0:
+            self._tail = first
             return ""
+        self._space.clear()
+        header, rest = first[:end], first[end + len(MESSAGE) :]
         recipient = _RECIPIENT.search(header)
         if recipient:
             self._begin(_Kind.CALL)

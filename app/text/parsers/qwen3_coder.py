@@ -120,11 +120,12 @@ def _types(schema: Any, root: Json) -> set[str]:
     waiting = [schema]
     for _ in range(_MOST_PARTS):
         one = _object(waiting.pop())
-        types |= {name for name in _list(one.get("type")) if isinstance(name, str)}
+        types |= {name for name in _list(one.get("type"))[:_MOST_PARTS] if isinstance(name, str)}
         for alternatives in ("anyOf", "oneOf", "allOf"):
-            waiting += _list(one.get(alternatives, []))[:_MOST_PARTS]
+            waiting += _list(one.get(alternatives, []))[: max(0, _MOST_PARTS - len(waiting))]
+        ref = one.get("$ref")
         # A definition is followed once, because it may name itself.
-        if (name := str(one.get("$ref")).rpartition("/")[2]) not in followed:
+        if isinstance(ref, str) and (name := ref.rpartition("/")[2]) not in followed:
             followed.add(name)
             waiting += [some[name] for some in definitions if name in some]
         if not waiting:

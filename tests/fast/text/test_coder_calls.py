@@ -1,6 +1,7 @@
 """Tool calls of Qwen3-Coder: tags around raw text, whose types come from the schemas of the tools."""
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -157,6 +158,39 @@ def test_of_a_schema_without_end_a_part_is_looked_at(monkeypatch):
     schema = {"properties": {"a": {"anyOf": [{"anyOf": [{"type": "integer"}] * 100}] * 100_000}}}
     assert qwen3_coder.json_of("1", schema, "a") == "1"
     assert len(looked) < 2000
+
+
+@pytest.mark.parametrize(
+    "large",
+    [
+        *({name: [{"type": "integer"}] * 1_000_000} for name in ("anyOf", "oneOf", "allOf")),
+        {"type": ["integer"] * 500_000 + [f"t{i}" for i in range(500_000)]},
+        {"$ref": {f"k{i}": [i] for i in range(200_000)}},
+        {"$ref": [["k"]] * 1_000_000},
+        {"enum": [0] * 1_000_000, "type": "integer"},
+        {"description": "a" * 1_000_000, "properties": dict.fromkeys(map(str, range(200_000)), 0), "type": "integer"},
+    ],
+    ids=lambda large: next(iter(large)),
+)
+def test_a_large_schema_is_neither_copied_nor_written_out_for_a_parameter(large):
+    schema = {"properties": {"a": large, "b": {"anyOf": [large] * 1000}}}
+    tracemalloc.start()
+    try:
+        for key in "ab":
+            assert qwen3_coder.json_of("1", schema, key) == ('"1"' if "$ref" in large else "1")
+        assert tracemalloc.get_traced_memory()[1] < 200_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("where", ["definitions", "$defs"])
+def test_a_definition_is_followed_by_its_name(where):
+    schema = {
+        where: {"N": {"type": "integer"}, "None": {"type": "integer"}},
+        "properties": {"a": {"$ref": f"#/{where}/N"}, "b": {}},
+    }
+    assert qwen3_coder.json_of("1", schema, "a") == "1"
+    assert qwen3_coder.json_of("1", schema, "b") == '"1"', "no $ref is no name"
 
 
 @pytest.mark.parametrize(
