@@ -135,7 +135,8 @@ def sent_key(headers: Headers) -> bytes:
 
 
 class Gate:
-    """Layer that answers 431 to a head with too many headers or bytes, and 401 to a request without one of `keys`.
+    """Layer that answers 431 to a head with too many headers or bytes, 400 to one that a proxy may frame otherwise, and
+    401 to a request without one of `keys`.
 
     `open_paths` need no key: OPEN_PATHS, because probes have none, and pages show only what the server can do. With a
     proxy's prefix /llm, GET /llm is redirected to /llm/, because the page's links are relative.
@@ -162,6 +163,7 @@ class Gate:
         try:
             if len(headers) > MAX_HEADERS or size > MAX_HEAD_BYTES:
                 raise head_too_large()
+            _check_framing(scope)
             if not path and scope["method"] == "GET":
                 app = RedirectResponse(f"{self._root_path}/")
             elif self._digests and path not in self._open_paths:
@@ -169,6 +171,23 @@ class Gate:
         except ApiError as refusal:
             app = refusal.response()
         await app(scope, receive, send)
+
+
+def _check_framing(scope: Scope) -> None:
+    """Raise ApiError 400 for a body whose end two readers may see in two places: RFC 9112, 6.1.
+
+    The connection is closed, because what follows may be a request that a proxy took for a part of this one.
+    """
+    names = {name for name, _ in scope["headers"]}
+    if b"transfer-encoding" not in names:
+        return
+    if b"content-length" in names:
+        message = "A request has `Content-Length` or `Transfer-Encoding`, and this one has both. Send one of them."
+    elif scope["http_version"] == "1.0":
+        message = "HTTP/1.0 has no `Transfer-Encoding`. Send `Content-Length`, or HTTP/1.1."
+    else:
+        return
+    raise ApiError(400, message, code="invalid_http", headers={"Connection": "close"})
 
 
 class Hold:

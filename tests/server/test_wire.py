@@ -36,6 +36,35 @@ def test_a_stream_to_an_http_1_0_client_is_not_chunked(server):
     assert text.startswith(b"data: {") and text.endswith(b"data: [DONE]\n\n")
 
 
+@pytest.mark.parametrize(
+    ("version", "headers"),
+    [
+        ("1.1", "Content-Length: 5\nTransfer-Encoding: chunked"),
+        ("1.1", "Transfer-Encoding: chunked\nContent-Length: 5"),
+        ("1.1", "Transfer-Encoding: chunked\nContent-Length: 0"),
+        ("1.0", "Transfer-Encoding: chunked\nConnection: keep-alive"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/nothing", "/live"])
+def test_a_body_with_two_ends_is_refused_and_what_follows_is_not_read(server, version, headers, path):
+    hidden = b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n"
+    data = json.dumps(ASK).encode()
+    head = f"POST {path} HTTP/{version}\nHost: a\n{headers}".replace("\n", "\r\n").encode()
+    chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data)
+    answer = exchange(server, head + b"\r\n\r\n" + chunked + hidden)
+    assert answer.startswith(b"HTTP/1.1 400") and b"\r\nconnection: close" in answer.lower()
+    assert b'"code":"invalid_http"' in answer and answer.count(b"HTTP/1.1 ") == 1
+
+
+def test_a_chunked_body_alone_keeps_its_connection(server):
+    server.script.plan([*server.ids("fine"), 2])
+    data = json.dumps(ASK).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    after = b"GET /version HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+    answer = exchange(server, head + b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data) + after)
+    assert answer.count(b"HTTP/1.1 200") == 2
+
+
 def test_a_path_cannot_forge_a_line_of_the_log(server, caplog):
     with caplog.at_level(logging.INFO, logger="app.access"):
         server.http.get("/a%0aFORGED%1b[31m%00")

@@ -162,6 +162,7 @@ def test_headers_of_an_endpoint_picker_change_nothing_and_are_logged(server, cap
     headers = {
         "x-gateway-destination-endpoint": "10.0.0.1:8000,10.0.0.2:8000",
         "x-gateway-inference-objective": "chat\x7f\ttricky",
+        "x-gateway-inference-fairness-id": "a" * 16_000,
         "x-gateway-destination-endpoint-subset": "10.0.0.1:8000",
         "x-session-token": "c2VjcmV0",
         "x-slo-ttft-ms": "200",
@@ -177,4 +178,5 @@ def test_headers_of_an_endpoint_picker_change_nothing_and_are_logged(server, cap
     ]
     assert "x-gateway-destination-endpoint=10.0.0.1:8000,10.0.0.2:8000" in line and "x-slo-ttft-ms=200" in line
     assert "x-gateway-inference-objective=chat%7F%09tricky" in line
+    assert f"x-gateway-inference-fairness-id={'a' * 128} " in line + " ", "no more of a header than that"
     assert "c2VjcmV0" not in line
