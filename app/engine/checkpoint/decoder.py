@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from app.engine.checkpoint.fields import Raw, fields, flag, number, only, positive
+from app.engine.checkpoint.fields import MOST, Raw, fields, flag, number, only, positive
 from app.engine.checkpoint.quantised import check_method
 from app.engine.checkpoint.shapes import AttentionMask, DecoderConfig, Llama3Scaling, MoeConfig, RopeConfig, YarnScaling
 from app.engine.errors import UnsupportedError
@@ -79,7 +79,7 @@ def layer_kinds(kinds: Any, num_layers: int, known: tuple[str, ...]) -> list[str
 def rope_config(raw: Raw, head_dim: int) -> tuple[RopeConfig, int]:
     """Return RoPE by `rope_scaling` and `rope_parameters`, and the longest context with it. Raises UnsupportedError."""
     rope = fields(raw, "rope_scaling") | fields(raw, "rope_parameters")
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = next((rope[key] for key in ("rope_type", "type") if rope.get(key) is not None), "default")
     only({"rope_type": kind}, rope_type=tuple(_SCALING_KEYS))
     if unknown := sorted(set(rope) - _ROPE_KEYS - _SCALING_KEYS[kind]):
         raise UnsupportedError(f"RoPE parameter {unknown[0]} = {rope[unknown[0]]!r} of {kind} is not supported yet")
@@ -99,6 +99,8 @@ def rope_config(raw: Raw, head_dim: int) -> tuple[RopeConfig, int]:
         betas = number(rope, "beta_fast", 32.0), number(rope, "beta_slow", 1.0)
         attention_factor = number(rope, "attention_factor", 0.1 * math.log(max(factor, 1.0)) + 1.0)
         scaling = YarnScaling(factor, original, *betas, attention_factor, truncate)
+        if factor * original > MOST:
+            raise UnsupportedError(f"RoPE parameter factor {factor:g} makes a context of over {MOST} tokens")
         longest = max(longest, int(factor * original))
     styles = {flag(part, key) for key in _PAIR_KEYS for part in (raw, rope)} - {None}
     if len(styles) > 1:
@@ -135,6 +137,7 @@ def _experts(raw: Raw, known: Mapping[str, Any]) -> MoeConfig | None:
     for field in ("hidden_size", size_field):
         if positive(raw, field) % EXPERTS_ALIGNMENT:
             raise UnsupportedError(f"{field} {raw[field]} is no multiple of {EXPERTS_ALIGNMENT}")
-    layers = tuple(i for i in range(raw["num_hidden_layers"]) if i in dense or (i + 1) % every)
+    named = set(dense)
+    layers = tuple(i for i in range(raw["num_hidden_layers"]) if i in named or (i + 1) % every)
     traits: dict[str, Any] = {"norm_topk_prob": bool(flag(raw, "norm_topk_prob")), **known}
     return MoeConfig(count, chosen, positive(raw, size_field), dense_layers=layers, **traits)

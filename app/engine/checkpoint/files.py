@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from app.engine.checkpoint.fields import fields
+from app.engine.checkpoint.fields import fields, file_below
 from app.engine.checkpoint.quantised import refuse_formats
 from app.engine.errors import UnsupportedError
 
@@ -24,6 +24,10 @@ _HUB_FILES = (
 TOKENIZER_HUB_FILES = _HUB_FILES[_HUB_FILES.index("tokenizer*") :]
 _PREFIX = re.compile(r"^((language_)?model\.)+")
 _AGAIN = "download it again"
+_FILE_NAME = re.compile(r"(?!\.\.?$)[\w.+ -]{1,200}")
+"""A name in an index. It leads out of no folder, and the hub's client takes it for one file and no pattern."""
+_MAX_JSON_MIB = 256
+"""Ten times the largest tokenizer.json that is published."""
 
 
 class StoredTensor(NamedTuple):
@@ -118,7 +122,9 @@ def find_file_of(tensor: str, name: str) -> Path:
     single, index = "model.safetensors", "model.safetensors.index.json"
     folder = find_folder(name, "target", (index,))
     homes = {} if (folder / single).is_file() else fields(read_json(folder / index, or_empty=True), "weight_map")
-    file = Path(str(next((home for stored, home in homes.items() if _PREFIX.sub("", stored) == tensor), single))).name
+    file = str(next((home for stored, home in homes.items() if _PREFIX.sub("", stored) == tensor), single))
+    if not _FILE_NAME.fullmatch(file):
+        raise UnsupportedError(f"{folder / index}: {file!r:.200} is not the name of a file in its folder; {_AGAIN}")
     path = find_folder(name, "target", (file,)) / file
     return path if path.is_file() else path.parent
 
@@ -127,6 +133,11 @@ def read_json(file: Path, *, or_empty: bool = False) -> dict[str, Any]:
     """Return the JSON object in a file, or with `or_empty` {} if the file is missing. Raises UnsupportedError."""
     if or_empty and not file.is_file():
         return {}
+    if file.exists():
+        if not file.is_file():  # reading a FIFO or a device may never end
+            raise UnsupportedError(f"{file} is no file; {_AGAIN}")
+        if (size := file.stat().st_size >> 20) > _MAX_JSON_MIB:
+            raise UnsupportedError(f"{file} has {size} MiB, and at most {_MAX_JSON_MIB} are read; {_AGAIN}")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -147,11 +158,14 @@ def token_id(text: str, folders: Iterable[Path]) -> int | None:
     """Return the id of a token by the tokenizer.json or added_tokens.json of the first folder that has it, or None."""
     for folder in folders:
         tokenizer = read_json(folder / "tokenizer.json", or_empty=True)
-        vocabulary = tokenizer.get("model", {}).get("vocab")
+        model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
+        vocabulary = model.get("vocab") if isinstance(model, dict) else None
         ids = vocabulary if isinstance(vocabulary, dict) else {}
-        ids |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+        for token in added if isinstance(added, list) else ():
+            if isinstance(token, dict) and token.get("content") == text:
+                ids[text] = token.get("id")
         ids |= read_json(folder / "added_tokens.json", or_empty=True)
-        if text in ids:
+        if type(ids.get(text)) is int:
             return int(ids[text])
     return None
 
@@ -204,10 +218,11 @@ def _weight_map(folder: Path, single: Path, index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise UnsupportedError(f"{index}: no `weight_map` that says which shard holds a tensor; {_AGAIN}")
     shards = sorted(set(map(str, weight_map.values())))
-    if astray := [shard for shard in shards if Path(shard).name != shard or shard in ("", "..")]:
-        raise UnsupportedError(f"{index}: {astray[0]!r} is not the name of a file in its folder; {_AGAIN}")
-    if missing := [shard for shard in shards if not (folder / shard).is_file()]:
-        found = f"{len(missing)} of {len(shards)} shards named by {index.name} are missing: {', '.join(missing)}"
+    if astray := [shard for shard in shards if not _FILE_NAME.fullmatch(shard)]:
+        raise UnsupportedError(f"{index}: {astray[0]!r:.200} is not the name of a file in its folder; {_AGAIN}")
+    if missing := [shard for shard in shards if not file_below(folder, shard)]:
+        listed = ", ".join(missing[:20]) + (", ..." if len(missing) > 20 else "")
+        found = f"{len(missing)} of {len(shards)} shards named by {index.name} are missing: {listed}"
         raise UnsupportedError(f"{folder}: {found}; download them again")
     return {name: str(shard) for name, shard in weight_map.items()}
 

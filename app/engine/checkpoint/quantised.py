@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from app.engine.checkpoint.fields import Raw, fields, only
+from app.engine.checkpoint.fields import MOST, Raw, fields, file_below, only
 from app.engine.errors import UnsupportedError
 
 DTYPES = ("I8", "F8_E4M3")
@@ -86,18 +86,18 @@ def block_size(raw: Raw) -> tuple[int, int]:
     for group in fields(method, "config_groups").values():
         sizes.append(fields(group, "weights").get("block_structure"))
     for size in filter(None, sizes):
-        if not isinstance(size, list) or len(size) != 2 or any(type(n) is not int or n < 1 for n in size):
-            raise UnsupportedError(f"quantization_config: a block has two sizes, found {size!r}")
+        if not isinstance(size, list) or len(size) != 2 or any(type(n) is not int or not 1 <= n <= MOST for n in size):
+            raise UnsupportedError(f"quantization_config: a block has two sizes, at most {MOST}, found {size!r:.200}")
         return size[0], size[1]
     return BLOCK
 
 
 def rotation_file(folder: Path, description: Raw) -> Path | None:
     """Return the file of the rotation of QuaRot (arXiv 2404.00456) that the target's residual stream has, or None.
-    Raises UnsupportedError if it is rotated and the file is missing."""
+    Raises UnsupportedError if it is rotated and the file is missing, or outside of the folder."""
     rotation = fields(fields(fields(description, "optional"), "quarot"), "rotation_map").get("global_rotation")
-    if isinstance(rotation, str) and (folder / rotation).is_file():
-        return folder / rotation
+    if file := file_below(folder, rotation):
+        return file
     if rotation or description.get("is_rot_used"):
         raise UnsupportedError(
             f"{folder}: its weights are rotated (QuaRot), and the file of the rotation is missing. No draft can read "

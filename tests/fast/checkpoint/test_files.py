@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from app.engine.checkpoint import files
-from app.engine.checkpoint.files import DEMO, Checkpoint, find_folder, read_json, token_id
+from app.engine.checkpoint.files import DEMO, Checkpoint, find_file_of, find_folder, read_json, token_id
 from app.engine.checkpoint.read import find_models
 from app.engine.errors import UnsupportedError
 from tests.costs import fast_ones
@@ -96,11 +97,71 @@ def test_pickled_weights_are_refused_by_name(folder: Path) -> None:
     assert "only safetensors" in refusal(folder)
 
 
-@pytest.mark.parametrize("shard", ["../secret.safetensors", "/etc/passwd", "sub/model.safetensors", "..", ""])
+ASTRAY = [
+    "../secret.safetensors",
+    "/etc/passwd",
+    "sub/model.safetensors",
+    "..",
+    ".",
+    "",
+    "a" * 5_000,
+    "a\0b",
+    "*",
+    "a\nb",
+]
+
+
+@pytest.mark.parametrize("shard", [*ASTRAY, "\ud800"], ids=lambda shard: ascii(shard)[:20])
 def test_an_index_that_leads_out_of_its_folder_is_refused(sharded: Path, shard: str) -> None:
     index = sharded / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": shard}}))
     assert "is not the name of a file in its folder" in refusal(sharded)
+
+
+@pytest.mark.parametrize("name", ASTRAY, ids=lambda name: ascii(name)[:20])
+def test_no_file_of_a_target_is_fetched_by_a_name_that_is_none(sharded: Path, name: str) -> None:
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    with pytest.raises(UnsupportedError, match="is not the name of a file in its folder") as caught:
+        find_file_of("lm_head.weight", str(sharded))
+    assert len(str(caught.value)) < 600
+
+
+def test_the_file_of_a_tensor_is_found_by_the_index(sharded: Path) -> None:
+    assert find_file_of("b", str(sharded)) == sharded / "model-00002-of-00002.safetensors"
+
+
+def test_a_shard_whose_name_the_disk_cannot_hold_is_missing(sharded: Path) -> None:
+    shards = [f"{i}{'é' * 190}" for i in range(100)]
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: name for name in shards}}))
+    assert "100 of 100 shards" in (found := refusal(sharded)) and len(found) < 6000
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo", "device", "loop"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors"])
+def test_what_is_no_file_is_named_and_never_waited_for(sharded: Path, kind: str, name: str) -> None:
+    file = sharded / name
+    file.unlink(missing_ok=True)
+    match kind:
+        case "folder":
+            file.mkdir()
+        case "fifo":
+            os.mkfifo(file)
+        case "device":
+            file.symlink_to("/dev/zero")
+        case "loop":
+            file.symlink_to(file)
+    with pytest.raises(UnsupportedError, match=re.escape(str(sharded))):
+        read_json(file) if name.endswith(".json") else len(Checkpoint(sharded).tensors)
+    with pytest.raises(UnsupportedError):
+        len(Checkpoint(sharded).tensors) if name != "config.json" else Checkpoint(sharded).config
+
+
+def test_a_json_that_is_far_too_large_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    with file.open("wb") as opened:
+        opened.truncate(1 << 40)
+    with pytest.raises(UnsupportedError, match="has 1048576 MiB, and at most 256 are read"):
+        read_json(file)
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}', "", '{"weight_map"'])
@@ -181,6 +242,15 @@ def test_a_token_is_found_by_its_text_in_the_first_folder_that_has_it(tmp_path: 
     (other / "tokenizer.json").write_text('{"model": {"vocab": [["a", 0.5]]}}')
     folders = (other, tmp_path, old, own)
     assert [token_id(text, folders) for text in ("<|mask|>", "a", "<mask>", "b")] == [7, 1, 5, None]
+
+
+@pytest.mark.parametrize("model", [None, [], "a", {"vocab": 5}, {"vocab": {"a": "1"}}, {"vocab": {"a": None}}])
+@pytest.mark.parametrize(
+    "added", [None, 5, {}, [None], [{}], [{"content": ["a"], "id": 1}], [{"content": "a", "id": []}]]
+)
+def test_a_tokenizer_that_is_none_has_no_token(tmp_path: Path, model: Any, added: Any) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": added}))
+    assert token_id("a", [tmp_path]) is None
 
 
 # Folders
