@@ -98,6 +98,10 @@ class Process:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._handle_exit, number.name)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+            loop.add_signal_handler(signal.SIGHUP, self._handle_hangup)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            loop.add_signal_handler(number, logger.info, "%s: it does nothing here", number.name)
         bound, port = self._listener.getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound)
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -139,6 +143,11 @@ class Process:
             self._drain_delay = self._server.config.drain_delay
         logger.info("stopping: %s%s", name, f", draining {self._drain_delay:g} s" if self._drain_delay else "")
         self._should_exit.set()
+
+    def _handle_hangup(self) -> None:
+        """Begin to drain. A terminal that closes sends this signal more than once, so it never counts as the second."""
+        if not self._should_exit.is_set():
+            self._handle_exit(signal.SIGHUP.name)
 
 
 class _Http(uvicorn.Server):

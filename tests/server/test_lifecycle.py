@@ -42,6 +42,37 @@ def test_a_second_signal_forces_the_end(process, script, background):
     assert running.exception() is not None or running.result().status_code == 503
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_terminal_that_closes_begins_a_drain_and_does_not_end_it(process, script, model_folder, background, again):
+    url = process.ready()
+    running = background.submit(lambda: httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE))
+    request_id = script.see("Submit")["request_id"]
+    process.popen.send_signal(signal.SIGHUP)
+    process.read_until("stopping: SIGHUP")
+    process.read_until("1 running requests get")
+    if again:
+        process.popen.send_signal(signal.SIGHUP)
+    script.emit(request_id, [*ids(model_folder, "done"), 2])
+    assert running.result().json()["choices"][0]["text"] == "done"
+    assert process.wait() == 0
+    assert not list(script.folder.glob("dflash-*"))
+
+
+def test_nohup_is_honoured_and_signals_without_a_meaning_are_told(script, model_folder):
+    main = f"import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n{MAIN}"
+    with Process(script, model_folder, main=main) as process:
+        url = process.ready()
+        for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            process.popen.send_signal(number)
+        for name in ("SIGUSR1", "SIGUSR2"):
+            process.read_until(name)
+        script.plan([*ids(model_folder, "fine"), 2])
+        answer = httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE)
+        assert answer.json()["choices"][0]["text"] == "fine"
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
+
+
 def test_for_the_drain_delay_ready_says_503_and_requests_are_taken(script, model_folder, background):
     with Process(script, model_folder, settings=f"drain_delay={10 * PATIENCE}") as process:
         url = process.ready()
