@@ -9,7 +9,7 @@ import gc
 import logging
 import os
 import sys
-import threading
+import tempfile
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -83,11 +83,12 @@ def main() -> int:
     commands, replies = sys.argv[1:]
     config = wire.decode_config(sys.stdin.readline())
     log.set_up(config.log_level, config.log_format)
-    threading.Thread(target=leave_with_parent, daemon=True).start()
+    leave_with_parent()
     use_own_cores()
     folder = Path(commands.removeprefix("ipc://")).parent
     heartbeat.share(folder / wire.HEARTBEAT)
     link = Link(commands, replies)
+    tempfile.tempdir = str(folder)  # the parent removes it, also if this process is killed
     followers = Followers(
         wire.encode_config(config) + "\n",
         config.tensor_parallel_size,

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import zmq
@@ -24,6 +26,7 @@ _TERMINATE_SECONDS = 2.0
 _MAX_REPLIES_A_TURN = 32
 # A Unix socket's path has at most 107 bytes; 27 of them are for names in the folder.
 _MAX_FOLDER_BYTES = 80
+_PREFIX, _LOCK = "dflash-", "lock"
 _REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
@@ -35,7 +38,7 @@ class EngineLink:
     """
 
     def __init__(self) -> None:
-        self.folder = _private_folder()
+        self.folder, self._lock = _private_folder()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._commands = context.socket(zmq.PUSH)
         self._replies = context.socket(zmq.PULL)
@@ -146,6 +149,7 @@ class EngineLink:
         self._commands.close()
         self._replies.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
 
 
 def _kill_session(pid: int) -> None:
@@ -154,15 +158,33 @@ def _kill_session(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _private_folder() -> Path:
-    """Make a folder that only this user may enter (0700). Raise OSError if no parent is writable.
+def _private_folder() -> tuple[Path, IO[bytes]]:
+    """Make a folder that only this user may enter (0700), and hold a lock in it as long as this process lives.
 
-    Abstract sockets would need no folder, but they have no permissions.
+    Folders of processes that were killed are removed. Raise OSError if no parent is writable. Abstract sockets would
+    need no folder, but they have no permissions.
     """
     for parent in (parents := _parents()):
+        _remove_abandoned(Path(parent))
+    for parent in parents:
         with contextlib.suppress(OSError):
-            return Path(tempfile.mkdtemp(prefix="dflash-", dir=parent))
+            folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            lock = (folder / "locking").open("wb")
+            with contextlib.suppress(OSError):  # some network file systems have no locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                Path(lock.name).rename(folder / _LOCK)  # it never has this name while it is free and its owner lives
+            return folder, lock
     raise OSError(f"no folder for its sockets: {', '.join(parents)} cannot be written to. Set TMPDIR to one that can")
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove this user's folders in `parent` whose locks are free: the kernel frees those of a killed process."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if folder.lstat().st_uid == os.getuid() and not folder.is_symlink():
+                with (folder / _LOCK).open("rb") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _parents() -> list[str]:

@@ -147,12 +147,15 @@ def test_a_follower_that_dies_without_work_is_told_too():
         until(lambda: httpx.get(f"{url}/ready", timeout=PATIENCE).status_code == 200)
 
 
-def test_a_whole_server_that_is_killed_leaves_no_rank():
+def test_a_server_that_is_killed_leaves_no_rank_that_was_stopped():
+    """A stopped process does not read that its parent is gone."""
     with process("demo", *TWO) as (_, server):
         ranks = processes()
+        for pid in ranks.values():
+            os.kill(pid, signal.SIGSTOP)
         server.kill()
+        until(lambda: all(is_gone(pid) for pid in ranks.values()))
     assert ranks.keys() == {0, 1}
-    until(lambda: all(is_gone(pid) for pid in ranks.values()))
 
 
 def test_sigterm_lets_four_ranks_finish_what_runs_and_leaves_none():

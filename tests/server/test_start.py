@@ -1,15 +1,19 @@
 """Starts of the real server: commands as they are published elsewhere, and exit codes of those that cannot be used."""
 
+import os
 import shlex
+import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import httpx
 import pytest
 
 from app.engine.checkpoint.files import DEMO
-from tests.fast.api.served import PATIENCE
-from tests.server.demo import ready
+from tests.fast.api.served import PATIENCE, until
+from tests.server.demo import is_gone, ready
 
 VLLMS = f"""{DEMO}/target --speculative-config '{{"method": "dflash", "model": "{DEMO}/draft",
     "num_speculative_tokens": 15}}' --attention-backend flash_attn --max-num-batched-tokens 32768"""
@@ -41,3 +45,32 @@ def test_what_only_the_engine_can_refuse_exits_with_2_too(flags: str, said: str)
     assert done.returncode == 2 and last.startswith("error: ") and said in last
     noted = "--mamba-scheduler-strategy no_buffer: nothing to set, the device decides"
     assert (noted in done.stderr) is ("--mamba" in flags)
+
+
+COMPILER = """#!/bin/sh
+case "$1" in
+--version) echo "g++ 99" ;;
+*) echo $$ >> "$(dirname "$0")/compiling"; exec sleep 1000 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_start_that_is_stopped_while_it_compiles_leaves_neither_a_folder_nor_a_compiler(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """Without a cache that can be written, code is compiled in a temporary folder."""
+    compiler = tmp_path / "g++"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    with tempfile.TemporaryDirectory(prefix="dft-", dir="/tmp") as temporary:
+        environment = {"CXX": str(compiler), "XDG_CACHE_HOME": "/proc/none", "TMPDIR": temporary}
+        command = [sys.executable, "-m", "app", "serve", "--port", "0", "--device", "cpu"]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ | environment) as server:
+            until(lambda: (tmp_path / "compiling").exists())
+            assert list(Path(temporary).rglob("work-*"))
+            server.send_signal(number)
+            assert server.wait(PATIENCE) == 0
+        assert not list(Path(temporary).iterdir())
+    compilers = [int(pid) for pid in (tmp_path / "compiling").read_text().split()]
+    until(lambda: all(is_gone(pid) for pid in compilers))

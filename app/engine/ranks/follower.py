@@ -6,7 +6,7 @@ The last line of stdout says why the process ends.
 
 import os
 import sys
-import threading
+import tempfile
 import traceback
 from pathlib import Path
 
@@ -26,9 +26,10 @@ def main() -> None:
     rank, address = sys.argv[1:]
     config = decode_config(sys.stdin.readline())
     log.set_up("error", config.log_format)  # rank 0 has said the rest
-    threading.Thread(target=leave_with_parent, daemon=True).start()
+    leave_with_parent()
     use_own_cores()
-    store = Path(address.removeprefix("ipc://")).parent / STORE
+    folder = Path(address.removeprefix("ipc://")).parent
+    tempfile.tempdir = str(folder)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     socket = context.socket(zmq.PULL)
     socket.set_hwm(0)
@@ -38,7 +39,7 @@ def main() -> None:
         return socket.recv() if socket.poll(milliseconds) else None
 
     try:
-        meeting = Meeting(int(rank), config.tensor_parallel_size, store, config.distributed_timeout_seconds)
+        meeting = Meeting(int(rank), config.tensor_parallel_size, folder / STORE, config.distributed_timeout_seconds)
         follow(build_runner(config, meeting.rank, lambda backend: Rank(backend.join(meeting))), receive)
     except UnsupportedError as error:  # rank 0 refuses the same settings, and may be slower
         print(error, flush=True)

@@ -1,7 +1,9 @@
 """The other ranks, seen from rank 0: their processes, and the sockets that carry each step to them."""
 
 import contextlib
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,14 +20,22 @@ from app.engine.ranks.runner import teller
 from app.messages import how_ended
 
 FOLLOWER_COMMAND = (sys.executable, "-P", "-m", "app.engine.ranks.follower")
+_PR_SET_PDEATHSIG = 1
 STORE = "ranks"
 """File in the private folder through which ranks find each other."""
 
 
 def leave_with_parent() -> None:
-    """Wait for the end of stdin, which the process that started this one holds open, and end this process."""
-    sys.stdin.read()
-    os._exit(1)
+    """End this process, in whatever it does, with the one that started it. That holds its stdin open, and on Linux the
+    kernel kills this process too, because one that is stopped reads nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def wait() -> None:
+        sys.stdin.read()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 class Followers:

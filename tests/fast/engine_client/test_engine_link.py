@@ -1,10 +1,13 @@
 """The engine process is this package's own, whatever directory the server starts in."""
 
 import asyncio
+import errno
 import subprocess
 import sys
-from contextlib import aclosing
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import pytest
@@ -90,3 +93,88 @@ def test_what_a_killed_engine_has_sent_or_still_sends_does_not_reach_the_next_on
                 await following.close()
 
     assert asyncio.run(first_reply_of_the_next()) == Fatal("its own")
+
+
+OWNER = """
+import sys
+from app.engine_client.link import EngineLink
+link = EngineLink()
+print(link.folder, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def folders(*names: str) -> Iterator[list[Path]]:
+    """Yield folders for sockets, whose paths are short. TMPDIR is their parent."""
+    with TemporaryDirectory(prefix="dft-", dir="/tmp") as parent, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", parent)
+        made = [Path(parent, name) for name in names]
+        for folder in made:
+            folder.mkdir()
+            (folder / "lock").touch()
+        yield made
+
+
+def opened_folder() -> Path:
+    """Return the folder of a link that was opened and closed."""
+    link = EngineLink()
+    asyncio.run(link.close())
+    return link.folder
+
+
+def test_the_folder_of_a_killed_server_is_removed_by_the_next_start_and_that_of_a_live_one_is_not() -> None:
+    with (
+        folders() as _,
+        subprocess.Popen(
+            [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as owner,
+    ):
+        assert owner.stdin is not None and owner.stdout is not None
+        alive = Path(owner.stdout.readline().strip())
+        (alive / "work-x").mkdir()
+        assert opened_folder().parent == alive.parent
+        assert alive.is_dir()
+        owner.kill()
+        owner.wait()
+        assert alive.is_dir()
+        own = opened_folder()
+        assert [*alive.parent.iterdir()] == [] and not own.exists()
+
+
+def test_no_folder_is_removed_that_may_not_be_an_abandoned_one_of_this_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    with folders("dflash-abandoned", "dflash-starting", "victim", "other-abandoned") as (
+        abandoned,
+        starting,
+        victim,
+        _,
+    ):
+        (starting / "lock").rename(starting / "locking")
+        (link := starting.with_name("dflash-link")).symlink_to(victim)
+        (file := starting.with_name("dflash-file")).touch()
+        (nowhere := starting.with_name("dflash-nowhere")).symlink_to("nowhere")
+        with monkeypatch.context() as patch:
+            patch.setattr("os.getuid", lambda: 12345)
+            opened_folder()
+        assert abandoned.is_dir(), "it is another user's"
+        opened_folder()
+        assert not abandoned.exists()
+        assert {*starting.parent.iterdir()} == {
+            starting,
+            victim,
+            victim.with_name("other-abandoned"),
+            link,
+            file,
+            nowhere,
+        }
+        assert (victim / "lock").exists()
+
+
+def test_a_disk_without_locks_serves_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with folders("dflash-abandoned") as (abandoned,):
+        opened_folder()
+        assert abandoned.is_dir()
