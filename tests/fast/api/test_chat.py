@@ -108,6 +108,8 @@ def test_request_id_is_taken_or_made_and_returned(server):
     assert given.headers["x-request-id"] == "mine-1"
     assert len(made.headers["x-request-id"]) == 32
     assert bad.headers["x-request-id"] != "a b"
+    long = server.http.get("/v1/models", headers={"X-Request-Id": "a" * 129})
+    assert len(long.headers["x-request-id"]) == 32, "it stands in each line of its log"
 
 
 def test_body_without_a_content_type_is_read_as_json(server):
