@@ -13,9 +13,13 @@ count = np.zeros(1, dtype=np.int64)
 
 
 def share(path: Path) -> None:
-    """Keep the count in a file of 8 bytes from now on, before any operator gets it. Raises OSError."""
+    """Keep the count in a file of 8 bytes from now on, before any operator gets it. Raises OSError.
+
+    The bytes are written first: on a full disk a write to a hole would kill the process.
+    """
     global count
-    count = np.memmap(path, dtype=np.int64, mode="w+", shape=1)
+    path.write_bytes(bytes(count.nbytes))
+    count = np.memmap(path, dtype=np.int64, mode="r+", shape=1)
 
 
 def beat() -> None:

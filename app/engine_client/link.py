@@ -46,14 +46,12 @@ class EngineLink:
             socket.set_hwm(0)  # Admission bounds the messages. A socket that drops one would lose a request.
             socket.linger = 0
         self.addresses = [f"ipc://{self.folder / name}" for name in ("commands", "replies")]
-        self._heartbeat = self.folder / HEARTBEAT
-        self._heartbeat.write_bytes(bytes(8))
         self._process: asyncio.subprocess.Process | None = None
 
     @property
     def num_beats(self) -> int:
         """The count that the process raises with each layer that it computes."""
-        return int.from_bytes(self._heartbeat.read_bytes(), sys.byteorder)
+        return int.from_bytes((self.folder / HEARTBEAT).read_bytes(), sys.byteorder)
 
     @classmethod
     async def open(cls, command: Sequence[str], settings: str) -> "EngineLink":
@@ -161,20 +159,26 @@ def _kill_session(pid: int) -> None:
 def _private_folder() -> tuple[Path, IO[bytes]]:
     """Make a folder that only this user may enter (0700), and hold a lock in it as long as this process lives.
 
-    Folders of processes that were killed are removed. Raise OSError if no parent is writable. Abstract sockets would
-    need no folder, but they have no permissions.
+    The heartbeat is in it. Folders of processes that were killed are removed. Raise OSError if no parent is writable.
+    Abstract sockets would need no folder, but they have no permissions.
     """
     for parent in (parents := _parents()):
         _remove_abandoned(Path(parent))
     for parent in parents:
         with contextlib.suppress(OSError):
             folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            try:
+                (folder / HEARTBEAT).write_bytes(bytes(8))
+            except OSError:  # the disk is full
+                shutil.rmtree(folder)
+                raise
             lock = (folder / "locking").open("wb")
             with contextlib.suppress(OSError):  # some network file systems have no locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 Path(lock.name).rename(folder / _LOCK)  # it never has this name while it is free and its owner lives
             return folder, lock
-    raise OSError(f"no folder for its sockets: {', '.join(parents)} cannot be written to. Set TMPDIR to one that can")
+    tried = ", ".join(parents)
+    raise OSError(f"no folder for its sockets: {tried} cannot be written to or are full. Set TMPDIR to one that can")
 
 
 def _remove_abandoned(parent: Path) -> None:

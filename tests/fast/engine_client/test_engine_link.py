@@ -178,3 +178,19 @@ def test_a_disk_without_locks_serves_too(monkeypatch: pytest.MonkeyPatch) -> Non
     with folders("dflash-abandoned") as (abandoned,):
         opened_folder()
         assert abandoned.is_dir()
+
+
+def test_a_full_disk_is_left_as_it_is_and_the_next_one_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Path.write_bytes
+
+    def write_elsewhere(path: Path, data: bytes) -> int:
+        if path.is_relative_to(full):
+            path.touch()
+            raise OSError(errno.ENOSPC, "no space left")
+        return write(path, data)
+
+    with folders(), TemporaryDirectory(prefix="dft-", dir="/tmp") as full:
+        monkeypatch.setenv("TMPDIR", full)
+        monkeypatch.setattr(Path, "write_bytes", write_elsewhere)
+        assert opened_folder().parent != Path(full)
+        assert [*Path(full).iterdir()] == []
