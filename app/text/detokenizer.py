@@ -1,11 +1,15 @@
 """Token ids of one request to text, token by token, cut exactly at stop strings."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from tokenizers import Tokenizer as Backend
-from tokenizers.decoders import DecodeStream
 
 from app.messages import FinishReason
+
+_REPLACEMENT = "\ufffd"
+_MAX_BYTES = 4  # of a character in UTF-8
+_MAX_PENDING = 8  # tokens whose text is held back: more than the bytes of any character
 
 
 class Detokenizer:
@@ -94,36 +98,51 @@ class Detokenizer:
 
 
 class _IncrementalText:
-    """A DecodeStream, fed one token at a time, whose held text can be flushed.
+    """Decoder of one token at a time, whose held text can be flushed.
 
     A character is held back until all its bytes have come. U+FFFD appears only where the model made invalid UTF-8.
+    A step decodes a bounded number of tokens: those that wait, and before them those whose text came last, because a
+    decoder may treat the first token of a text in another way. (The library's DecodeStream decodes all that wait.)
     """
 
     def __init__(self, backend: Backend, skip_special_tokens: bool) -> None:
-        self._backend = backend
-        self._skip = skip_special_tokens
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._decode = partial(backend.decode, skip_special_tokens=skip_special_tokens)
         self._shown: list[int] = []
+        self._shown_text = ""
         self._pending: list[int] = []
 
     def step(self, token_id: int) -> str:
         self._pending.append(token_id)
-        try:
-            piece = self._stream.step(self._backend, token_id)
-        except Exception as error:  # The library raises plain Exception, and its stream is broken then.
-            if "Invalid prefix" not in str(error):
-                raise
-            piece = self.flush()
-            self._stream = DecodeStream(skip_special_tokens=self._skip)
-        if piece is None:
+        text = self._text()
+        if text and not text.endswith(_REPLACEMENT):
+            return self._show(len(self._pending), text)
+        if len(self._pending) <= _MAX_PENDING:
             return ""
-        if self._pending:
-            self._shown, self._pending = self._pending, []
-        return piece
+        if not text:  # special tokens that are skipped: what was shown stays the context
+            self._pending.clear()
+            return ""
+        return self._show_invalid(text)
 
     def flush(self) -> str:
         """Return the held text, whose last character is incomplete."""
-        before = self._backend.decode(self._shown, skip_special_tokens=self._skip)
-        after = self._backend.decode(self._shown + self._pending, skip_special_tokens=self._skip)
-        self._shown, self._pending = self._pending, []
-        return after[len(before) :]
+        return self._show(len(self._pending), self._text())
+
+    def _show_invalid(self, text: str) -> str:
+        """Return the text that waits, without the tokens at its end that may begin a character."""
+        for kept in range(_MAX_BYTES - 1, 0, -1):
+            head = self._text(len(self._pending) - kept)
+            if head + self._decode(self._pending[-kept:]) == text:
+                return self._show(len(self._pending) - kept, head)
+        return self._show(len(self._pending), text)
+
+    def _show(self, count: int, text: str) -> str:
+        self._shown, self._pending = self._pending[:count], self._pending[count:]
+        self._shown_text = self._decode(self._shown)
+        return text
+
+    def _text(self, count: int | None = None) -> str:
+        """Return the text of the first `count` tokens that wait, all by default."""
+        whole = self._decode(self._shown + self._pending[:count])
+        if whole.startswith(self._shown_text):
+            return whole[len(self._shown_text) :]
+        return self._decode(self._pending[:count])  # One invalid byte makes a whole run of byte tokens invalid.

@@ -222,3 +222,83 @@ def test_an_included_stop_token_is_text_unless_special_tokens_are_skipped(backen
     detokenizer = Detokenizer(backend, include_stop=True, skip_special_tokens=skip)
     assert detokenizer.push([backend.token_to_id("a"), backend.token_to_id(EOS)], "stop") == expected
     assert (detokenizer.finish_reason, detokenizer.num_tokens) == ("stop", 2)
+
+
+SCARCE = [0xC2, 0xE6, 0xBC, 0xA2, 0xF0, 0x9F, 0x91, 0xA9, 0x41]
+"""Bytes that make characters of one to four bytes often, and invalid text more often."""
+
+
+@given(
+    data=st.lists(st.sampled_from([*SCARCE, None]), max_size=200),
+    cuts=st.lists(st.integers(0, 200), max_size=8),
+    skip=st.booleans(),
+)
+def test_long_runs_of_invalid_bytes_among_characters_and_special_tokens_read_as_whole(backend, data, cuts, skip):
+    alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    letters = {b"A"[0]: "A"} | {
+        c.encode()[i]: s for c in "Â©漢👩" for i, s in enumerate(alphabet.pre_tokenize_str(c)[0][0])
+    }
+    ids = [backend.token_to_id(EOS if byte is None else letters[byte]) for byte in data]
+    _, shown = run(backend, ids, [], cuts, "length", skip_special_tokens=skip)
+    assert "".join(shown) == backend.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("count", range(24))
+def test_a_character_after_any_number_of_invalid_bytes_is_whole(backend, count):
+    ids = [*[backend.token_to_id("Â")] * count, *byte_ids(backend, "漢👩é".encode())]
+    _, shown = run(backend, ids, [], [], "length")
+    assert "".join(shown) == backend.decode(ids) == "\ufffd" * count + "漢👩é"
+
+
+class Counting:
+    """A tokenizer that counts the tokens that it decodes."""
+
+    def __init__(self, backend) -> None:
+        self._backend = backend
+        self.num_decoded = 0
+
+    def decode(self, ids, skip_special_tokens):
+        self.num_decoded += len(ids)
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.fixture(scope="module")
+def sentencepiece():
+    """A vocabulary with a token for each byte, whose text begins without a space."""
+    vocabulary = {"<unk>": 0, "▁": 1, "a": 2, "b": 3, "▁a": 4, EOS: 5} | {f"<0x{n:02X}>": n + 6 for n in range(256)}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens([EOS])
+    return backend
+
+
+@pytest.mark.parametrize("name", ["backend", "sentencepiece"])
+@pytest.mark.parametrize("repeated", ["text", "lead", "continuation", "special"])
+@pytest.mark.parametrize("options", [{}, {"stop": ["zz"]}, {"skip_special_tokens": False}], ids=str)
+def test_each_stream_is_decoded_in_time_that_grows_with_its_length_only(request, name, repeated, options):
+    backend = request.getfixturevalue(name)
+    tokens = {"text": "a", "lead": "Â", "continuation": "¡", "special": EOS}
+    if name == "sentencepiece":
+        tokens |= {"lead": "<0xC2>", "continuation": "<0xA1>"}
+    ids = [backend.token_to_id(tokens[repeated])] * 2000
+    counting = Counting(backend)
+    stop = options.get("stop", [])
+    _, shown = run(counting, ids, stop, [], "length", **{k: v for k, v in options.items() if k != "stop"})
+    assert "".join(shown) == backend.decode(ids, skip_special_tokens=options.get("skip_special_tokens", True))
+    assert counting.num_decoded < 20 * len(ids)
+
+
+def test_invalid_bytes_appear_while_the_stream_goes_on_and_text_after_them_is_whole(sentencepiece):
+    detokenizer = Detokenizer(sentencepiece)
+    invalid = detokenizer.push([sentencepiece.token_to_id("<0xC2>")] * 20)
+    assert len(invalid) > 10 and set(invalid) == {"\ufffd"}
+    rest = detokenizer.push([sentencepiece.token_to_id(token) for token in ("▁a", EOS, "▁a", "b")], "length")
+    assert invalid + rest == "\ufffd" * 20 + " a ab"
+
+
+def test_a_skipped_special_token_takes_no_space_from_the_text_after_it(sentencepiece):
+    ids = [sentencepiece.token_to_id(token) for token in ("a", *[EOS] * 30, "▁a")]
+    _, shown = run(sentencepiece, ids, [], [1, 20, 31], "length")
+    assert "".join(shown) == "a a"
