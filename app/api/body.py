@@ -3,9 +3,10 @@
 import asyncio
 import gc
 import json
-import math
 import re
+import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,86 +14,105 @@ from fastapi import Request
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from app.api.errors import ApiError, bad_request, body_too_large, busy, clip, unsupported
+from app.api import json_values
+from app.api.errors import ApiError, bad_request, body_too_large, clip, too_many_values, unsupported
+from app.api.json_values import TooManyValues, ValueCount
 from app.api.refusals import REFUSED
 from app.api.schemas import Body
 from app.api.services import services_of
+from app.api.shares import Held
 from app.api.validation import check_fields_together
 from app.metrics import Metrics
 
 MAX_BODY_BYTES = 8 * 2**20
 BODY_SECONDS = 20.0
 MIN_BYTES_PER_SECOND = 2**14
-MAX_BYTES_BEING_READ = 2**28
+MAX_BYTES_IN_PLACE = 2**15  # of a body that is parsed on the event loop, which takes milliseconds
 _MAX_ERRORS = 16
+_PARSING = threading.Lock()
+"""One thread parses at a time: the interpreter is one, and the event loop has to compete for it with fewer."""
 
 BodyT = TypeVar("BodyT", bound=Body)
 
 
-async def read_json(request: Request) -> dict[str, Any]:
-    """Return the JSON object that is the body.
+async def read_body(
+    request: Request, model: type[BodyT] | Callable[[dict[str, Any]], type[BodyT]], held: Held
+) -> BodyT:
+    """Return the body of a request as a `model`, or as the one that is chosen for the JSON object. `held` counts it.
 
-    Raises ApiError: 400 if the body is not a JSON object. 408 if it is slower than MIN_BYTES_PER_SECOND after
-    BODY_SECONDS. 413 above MAX_BODY_BYTES. 415 if it is compressed. 429 while other bodies fill MAX_BYTES_BEING_READ.
+    A large body is parsed in a thread. Raises ApiError: 400 that names the field. 408 if the body is slower than
+    MIN_BYTES_PER_SECOND after BODY_SECONDS. 413 above MAX_BODY_BYTES, MAX_VALUES or MAX_ITEMS. 415 if it is compressed.
+    Raises ClientBusy while other bodies fill the client's share.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         message = f"`Content-Encoding: {clip(encoding)}` is not read here. Send the body as it is."
         raise ApiError(415, message, code="unsupported_media_type")
     try:
-        body = await _read_body(request)
+        data = await _read(request, held)
     except TimeoutError:
         message = f"The body took more than {BODY_SECONDS:g} s and came too slowly."
         raise ApiError(408, message, code="request_timeout", headers={"Connection": "close"}) from None
-    if not body:
+    except TooManyValues as error:
+        raise too_many_values(str(error)) from None
+    if not data:
         raise bad_request("The body is empty. Send a JSON object.", code="invalid_json")
-    raw = _parse_json(body)
-    if not isinstance(raw, dict):
-        raise bad_request("The body must be a JSON object.", code="invalid_json")
-    return raw
+    services = services_of(request)
+    if len(data) <= MAX_BYTES_IN_PLACE:
+        return _parse_body(data, model, services.metrics)
+    return await services.in_thread(request, _parse_in_turn, data, model, services.metrics)
 
 
-async def _read_body(request: Request) -> bytes:
+async def _read(request: Request, held: Held) -> bytearray:
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
         raise body_too_large(MAX_BODY_BYTES)
-    body, services = bytearray(), services_of(request)
+    body, values = bytearray(), ValueCount()
     started = asyncio.get_running_loop().time()
+    async with asyncio.timeout(BODY_SECONDS) as timeout:
+        async for chunk in request.stream():
+            body += chunk
+            held.add(len(chunk))
+            timeout.reschedule(started + BODY_SECONDS + len(body) / MIN_BYTES_PER_SECOND)
+            if len(body) > MAX_BODY_BYTES:
+                raise body_too_large(MAX_BODY_BYTES)
+            values.add(chunk)
+    return body
+
+
+def _parse_in_turn(
+    data: bytearray, model: type[BodyT] | Callable[[dict[str, Any]], type[BodyT]], metrics: Metrics
+) -> BodyT:
+    with _PARSING:
+        return _parse_body(data, model, metrics)
+
+
+def _parse_body(
+    data: bytearray, model: type[BodyT] | Callable[[dict[str, Any]], type[BodyT]], metrics: Metrics
+) -> BodyT:
+    gc.disable()  # JSON has no cycles, and a collector that looks for them in a large body takes a second.
     try:
-        async with asyncio.timeout(BODY_SECONDS) as timeout:
-            async for chunk in request.stream():
-                body += chunk
-                services.num_unread_bytes += len(chunk)
-                timeout.reschedule(started + BODY_SECONDS + len(body) / MIN_BYTES_PER_SECOND)
-                if len(body) > MAX_BODY_BYTES:
-                    raise body_too_large(MAX_BODY_BYTES)
-                if services.num_unread_bytes > MAX_BYTES_BEING_READ:
-                    raise busy("Too many bodies are being sent at once. Try again shortly.")
-            return bytes(body)
+        raw = _parse_json(data)
+        if not isinstance(raw, dict):
+            raise bad_request("The body must be a JSON object.", code="invalid_json")
+        return parse(raw, model if isinstance(model, type) else model(raw), metrics)
     finally:
-        services.num_unread_bytes -= len(body)
+        gc.enable()
 
 
-def _parse_json(body: bytes) -> Any:
+def _parse_json(body: bytes | bytearray) -> Any:
     """Return the objects of strict JSON (RFC 8259) in UTF-8.
 
     Raises ApiError 400, also for a key that comes twice in one object, because parsers disagree on which one counts.
     """
-    gc.disable()  # JSON has no cycles, and a collector that looks for them in 8 MiB of it takes a second.
     try:
-        text = body.decode()
-        raw = json.loads(text, object_pairs_hook=_object, parse_float=_finite, parse_constant=_finite)
-        if re.search(r"\\u[dD][89a-fA-F]", text):
-            json.dumps(raw, ensure_ascii=False).encode()  # Raises UnicodeEncodeError for half a surrogate pair.
-        return raw
+        return json_values.loads(body.decode(), _object)
     except RecursionError:
         reason = "it is nested too deeply"
     except (json.JSONDecodeError, UnicodeError) as error:
         reason = str(error)
     except ValueError:
         reason = "a number in it is too large, NaN or Infinity"
-    finally:
-        gc.enable()
     raise bad_request(f"The body is not valid JSON: {reason}.", code="invalid_json")
 
 
@@ -102,13 +122,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         key = clip(Counter(key for key, _ in pairs).most_common(1)[0][0].encode(errors="replace").decode())
         raise bad_request(f"`{key}` appears twice in the same object. Send it once.", key)
     return fields
-
-
-def _finite(number: str) -> float:
-    """Return a number. Raises ValueError for one that is too large, and for NaN and Infinity, which JSON lacks."""
-    if not math.isfinite(value := float(number)):
-        raise ValueError
-    return value
 
 
 def parse(raw: dict[str, Any], model: type[BodyT], metrics: Metrics) -> BodyT:
@@ -121,7 +134,7 @@ def parse(raw: dict[str, Any], model: type[BodyT], metrics: Metrics) -> BodyT:
             metrics.count("request_refused", label=refusal.field)
             raise unsupported(refusal.why, refusal.field)
     try:
-        body = model.model_validate(raw)
+        body = model.model_validate(raw, context=ValueCount())  # of the JSON texts in it
     except ValidationError as error:
         raise _explain(error, raw) from None
     check_fields_together(body)

@@ -1,7 +1,5 @@
 """POST /v1/completions: bare prompts, as text or token ids, to their continuations."""
 
-import asyncio
-
 from fastapi import APIRouter, Request, Response
 
 from app.api import openapi, prompts
@@ -9,6 +7,7 @@ from app.api.answers import Completion, CompletionAnswers, RenderedPrompt, json_
 from app.api.generate import Received, answer, receive, submit
 from app.api.prompts import Prompt
 from app.api.schemas import CompletionRequest
+from app.api.services import services_of
 from app.api.validation import token_budget
 from app.text.tokenizer import Tokenizer
 
@@ -24,16 +23,16 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this endpoint
     ),
 )
 async def completions(request: Request) -> Response:
-    received = await receive(request, CompletionRequest)
-    body, info = received.body, received.info
-    with received.acquire() as permits:
-        given = await _encode(received)
-        budgets = [
-            token_budget(param, len(prompt.token_ids), body.max_tokens, DEFAULT_MAX_TOKENS, info.max_model_len)
-            for param, prompt in zip(body.prompts, given, strict=True)
-        ]
-        echoed = await asyncio.to_thread(_prompt_texts, body, received.services.tokenizer) if body.echo else ()
-        choices = submit(received, given, budgets, permits)
+    with services_of(request).hold(request) as held:
+        received = await receive(request, CompletionRequest, held)
+        body, info = received.body, received.info
+        with received.acquire() as permits:
+            given, echoed = await _prompts(received)
+            budgets = [
+                token_budget(param, len(prompt.token_ids), body.max_tokens, DEFAULT_MAX_TOKENS, info.max_model_len)
+                for param, prompt in zip(body.prompts, given, strict=True)
+            ]
+            choices = submit(received, given, budgets, permits)
     return await answer(received, choices, CompletionAnswers(received.model_name, choices, body.streaming, echoed))
 
 
@@ -43,21 +42,27 @@ async def completions(request: Request) -> Response:
 )
 async def render_completions(request: Request) -> Response:
     """Return the token ids of each prompt, and generate nothing."""
-    received = await receive(request, CompletionRequest, is_admitted=False)
-    given = await _encode(received)
+    with services_of(request).hold(request) as held:
+        received = await receive(request, CompletionRequest, held, is_admitted=False)
+        given, _ = await _prompts(received)
     return json_response([RenderedPrompt(model=received.model_name, token_ids=prompt.token_ids) for prompt in given])
 
 
-async def _encode(received: Received[CompletionRequest]) -> list[Prompt]:
-    body = received.body
-    special = body.add_special_tokens is not False
-    return [
-        await prompts.encode_prompt(received.services, prompt, param, received.info, add_special_tokens=special)
-        for param, prompt in body.prompts.items()
-    ]
+async def _prompts(received: Received[CompletionRequest]) -> tuple[list[Prompt], list[str]]:
+    """Return the prompts, and with `echo` the text of every choice's prompt."""
+    body, services = received.body, received.services
+
+    def made() -> tuple[list[Prompt], list[str]]:
+        special = body.add_special_tokens is not False
+        given = [
+            prompts.bare(services, prompt, param, received.info, add_special_tokens=special)
+            for param, prompt in body.prompts.items()
+        ]
+        return given, _texts(body, services.tokenizer) if body.echo else []
+
+    return await services.in_thread(received.request, made)
 
 
-def _prompt_texts(body: CompletionRequest, tokenizer: Tokenizer) -> list[str]:
-    """Return the text of every choice's prompt."""
+def _texts(body: CompletionRequest, tokenizer: Tokenizer) -> list[str]:
     texts = [p if isinstance(p, str) else tokenizer.decode(p, skip_special_tokens=False) for p in body.prompts.values()]
     return [text for text in texts for _ in range(body.num_choices)]

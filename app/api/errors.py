@@ -99,6 +99,10 @@ def body_too_large(limit: int) -> ApiError:
     return ApiError(413, message, code="request_too_large")
 
 
+def too_many_values(which: str) -> ApiError:
+    return ApiError(413, f"The body has {which}, the most that are read. Send less.", code="request_too_large")
+
+
 def context_length_exceeded(
     param: str, limit: int, prompt: int, max_tokens: int | None = None, *, at_least: bool = False
 ) -> ApiError:

@@ -12,11 +12,12 @@ from fastapi import Request, Response
 from app import log, messages
 from app.api import prompts
 from app.api.answers import json_response
-from app.api.body import parse, read_json
+from app.api.body import read_body
 from app.api.errors import AnswerWarning, bad_request
 from app.api.prompts import Prompt, unknown_id
 from app.api.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest, NamedTool, SamplingRequest
 from app.api.services import Services, services_of
+from app.api.shares import Held
 from app.api.stream import Answers, Choice, Choices, EventStream, events, unless_gone
 from app.api.validation import warn_of_unknown_fields
 from app.engine_client.admission import Permits
@@ -45,15 +46,17 @@ class Received(Generic[BodyT_co]):
     deadline: float | None
     warnings: Sequence[AnswerWarning]  # about the body, for the answer
     num_sequences: int  # choices of all prompts
+    held: Held
 
     def acquire(self) -> Permits:
-        """Acquire a permit for every choice. Raises Busy."""
-        admission, client_id = self.services.engine.admission, self.services.client_id(self.request)
-        return admission.acquire(client_id, self.num_sequences, self.info.max_num_seqs)
+        """Acquire a permit for every choice, in place of the one that is held. Raises Busy."""
+        self.held.permit.close()
+        admission = self.services.engine.admission
+        return admission.acquire(self.held.client_id, self.num_sequences, self.info.max_num_seqs)
 
 
-async def receive(request: Request, model: type[BodyT], *, is_admitted: bool = True) -> Received[BodyT]:
-    """Read and check the body of a request. Raises ApiError, Busy or EngineUnavailable.
+async def receive(request: Request, model: type[BodyT], held: Held, *, is_admitted: bool = True) -> Received[BodyT]:
+    """Read and check the body of a request, which `held` counts. Raises ApiError, Busy or EngineUnavailable.
 
     Unless `is_admitted` only the prompt is wanted, for which a full queue refuses nobody: routers ask for prompts of
     requests that they send elsewhere.
@@ -61,9 +64,9 @@ async def receive(request: Request, model: type[BodyT], *, is_admitted: bool = T
     arrived = time.monotonic()
     services = services_of(request)
     engine = services.engine
-    info = engine.check(services.client_id(request)) if is_admitted else engine.ready_info()
+    info = engine.check() if is_admitted else engine.ready_info()
     deadline = services.deadline(request, arrived)
-    body = parse(await read_json(request), model, services.metrics)
+    body = await read_body(request, model, held)
     name = services.served_name(body.model)
     log.request.get({})["model"] = name
     warnings = warn_of_unknown_fields(body, services.metrics)
@@ -77,7 +80,7 @@ async def receive(request: Request, model: type[BodyT], *, is_admitted: bool = T
             if num_prompts > maximum:
                 given, param = f"`prompt` has {num_prompts} prompts", "prompt"
             raise bad_request(f"{given}; at most {maximum} may come in one request.", param)
-    return Received(request, services, body, name, info, arrived, deadline, warnings, num_sequences)
+    return Received(request, services, body, name, info, arrived, deadline, warnings, num_sequences, held)
 
 
 def submit(
@@ -188,7 +191,7 @@ def _choice(received: Received[GenerationRequest], prompt: Prompt, deltas: Reque
     parser = OutputParser()
     if isinstance(body, ChatCompletionRequest):
         reasoning = received.services.reasoning_parser if body.separate_reasoning is not False else None
-        call_format = received.services.call_format if body.offered_tools else None
+        call_format = received.services.call_format if body.offers_tools else None
         parser = OutputParser(
             reasoning(prompt.in_reasoning) if reasoning else None,
             call_format.parser(body.offered_tools) if call_format else None,

@@ -9,7 +9,7 @@ from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import ClassVar, Literal, NotRequired
+from typing import Any, ClassVar, Literal, NotRequired
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 
 from app.api import openapi, prompts
 from app.api.answers import Warnings, json_response
-from app.api.body import parse, read_json
+from app.api.body import read_body
 from app.api.errors import RETRY_AFTER_SECONDS, AnswerWarning
 from app.api.middleware import check_key
 from app.api.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
@@ -145,21 +145,25 @@ def _card(services: Services, name: str) -> ModelCard:
 async def tokenize(request: Request) -> Response:
     """Return the tokens of a bare prompt, or of a conversation through the chat template."""
     services = services_of(request)
-    raw = await read_json(request)
-    is_bare = raw.get("messages") is None
-    model: type[TokenizeRequest | TokenizeChatRequest] = TokenizeRequest if is_bare else TokenizeChatRequest
-    body = parse(raw, model, services.metrics)
-    services.served_name(body.model)
-    info = services.engine.ready_info()
+    with services.hold(request) as held:
+        body = await read_body(request, _tokenize_model, held)
+        services.served_name(body.model)
+        answer = await services.in_thread(request, _tokens, services, body, services.engine.ready_info())
+    return json_response(answer)
+
+
+def _tokenize_model(raw: dict[str, Any]) -> type[TokenizeRequest | TokenizeChatRequest]:
+    return TokenizeRequest if raw.get("messages") is None else TokenizeChatRequest
+
+
+def _tokens(services: Services, body: TokenizeRequest | TokenizeChatRequest, info: EngineInfo) -> Tokens:
     warnings: Sequence[AnswerWarning] = ()
     if isinstance(body, TokenizeChatRequest):
-        prompt = await prompts.render_and_encode(services, body, info, must_fit=False)
+        prompt = prompts.of_conversation(services, body, info, must_fit=False)
         token_ids, warnings = prompt.token_ids, prompt.warnings
     else:
         special = body.add_special_tokens is not False
-        token_ids = await prompts.encode_text(
-            services, body.prompt, "prompt", info, add_special_tokens=special, must_fit=False
-        )
+        token_ids = prompts.encode(services, body.prompt, "prompt", info, add_special_tokens=special, must_fit=False)
     answer: Tokens = {
         "count": len(token_ids),
         "max_model_len": info.max_model_len,
@@ -168,17 +172,23 @@ async def tokenize(request: Request) -> Response:
     }
     if warnings:
         answer["warnings"] = warnings
-    return json_response(answer)
+    return answer
 
 
 @router.post("/detokenize", **openapi.route("Tokens to text", Text, *openapi.ENCODING, body=(DetokenizeRequest,)))
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids, with special tokens."""
     services = services_of(request)
-    body = parse(await read_json(request), DetokenizeRequest, services.metrics)
-    services.served_name(body.model)
-    prompts.check_ids("tokens", body.tokens, services.engine.ready_info())
-    return json_response(Text(prompt=services.tokenizer.decode(body.tokens, skip_special_tokens=False)))
+    with services.hold(request) as held:
+        body = await read_body(request, DetokenizeRequest, held)
+        services.served_name(body.model)
+        text = await services.in_thread(request, _text, services, body.tokens, services.engine.ready_info())
+    return json_response(Text(prompt=text))
+
+
+def _text(services: Services, token_ids: list[int], info: EngineInfo) -> str:
+    prompts.check_ids("tokens", token_ids, info)
+    return services.tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
 @router.get("/live")

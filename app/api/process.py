@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +28,8 @@ _MIN_OPEN_FILES = 128
 """Open files that no start exceeds: an engine of 8 ranks has 116, because it has 18 and 14 for each further rank."""
 _GRACEFUL_SECONDS = 5
 """Time in which uvicorn may write the last bytes of its answers."""
+_SWITCH_SECONDS = 0.0005
+"""Time that a thread of Python keeps the interpreter while the event loop waits for it, which Python sets to 5 ms."""
 
 
 def run(
@@ -63,6 +67,8 @@ def run(
         except zmq.ZMQError as error:
             print_error(f"--kv-events-config: an endpoint cannot be bound: {error}")
             return 1
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        gc.freeze()  # A full collection then looks at requests only, and not for 60 ms at all that was imported.
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(Process(server, listener).serve())
 

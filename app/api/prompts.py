@@ -1,6 +1,5 @@
-"""Prompts of requests, as token ids."""
+"""Prompts of requests, as token ids. This is work for the threads of `Services.in_thread`."""
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,9 @@ from app.messages import EngineInfo
 from app.text.chat_template import ChatTemplateError
 from app.text.parsers import END_THINK, THINK
 from app.text.tokenizer import PromptTooLong
+
+MAX_COUNTED_CHARACTERS = 2**20
+"""Length of a text whose tokens /tokenize counts, whatever the context."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +35,8 @@ class Prompt:
     warnings: Sequence[AnswerWarning] = ()
 
 
-async def render_and_encode(
-    services: Services, body: TemplatedRequest, info: EngineInfo, *, must_fit: bool = True
-) -> Prompt:
-    """Return the prompt of a conversation, rendered and encoded in a thread. Raises ApiError that names the field.
+def of_conversation(services: Services, body: TemplatedRequest, info: EngineInfo, *, must_fit: bool = True) -> Prompt:
+    """Return the prompt of a conversation. Raises ApiError that names the field.
 
     A forced call begins the answer, so that the model does not reason before it.
     """
@@ -48,8 +48,7 @@ async def render_and_encode(
     if body.forces_call and "enable_thinking" in template.switches:
         switches["enable_thinking"] = False
     try:
-        text = await asyncio.to_thread(
-            template.render,
+        text = template.render(
             [message.for_template() for message in body.messages],
             tools=body.offered_tools or None,
             add_generation_prompt=body.add_generation_prompt is not False,
@@ -65,23 +64,21 @@ async def render_and_encode(
         text += _NO_REASONING + begun_call if in_reasoning else begun_call
         in_reasoning = False
     special = bool(body.add_special_tokens)
-    token_ids = await encode_text(services, text, "messages", info, add_special_tokens=special, must_fit=must_fit)
+    token_ids = encode(services, text, "messages", info, add_special_tokens=special, must_fit=must_fit)
     return Prompt(token_ids, in_reasoning, begun_call, warn_of_prompt(body, services))
 
 
-async def encode_text(
+def encode(
     services: Services, text: str, param: str, info: EngineInfo, *, add_special_tokens: bool, must_fit: bool = True
 ) -> list[int]:
-    """Return the token ids of `text`, encoded in a thread.
+    """Return the token ids of `text`.
 
-    Raises ApiError for a token that the model does not have, and with `must_fit`, before the work, for a text that is
-    certainly longer than the context.
+    Raises ApiError for a token that the model does not have, and before most of the work for a text that is longer
+    than the context. Without `must_fit` that is raised only above MAX_COUNTED_CHARACTERS.
     """
-    limit = info.max_model_len if must_fit else None
+    limit = info.max_model_len if must_fit or len(text) > MAX_COUNTED_CHARACTERS else None
     try:
-        token_ids = await asyncio.to_thread(
-            services.tokenizer.encode, text, limit, add_special_tokens=add_special_tokens
-        )
+        token_ids = services.tokenizer.encode(text, limit, add_special_tokens=add_special_tokens)
     except PromptTooLong as error:
         raise context_length_exceeded(param, info.max_model_len, error.at_least, at_least=True) from None
     if (max_id := max(token_ids, default=0)) >= info.vocab_size:
@@ -93,12 +90,12 @@ async def encode_text(
     return token_ids
 
 
-async def encode_prompt(
+def bare(
     services: Services, prompt: str | list[int], param: str, info: EngineInfo, *, add_special_tokens: bool
 ) -> Prompt:
     """Return a bare prompt. `param` is its field. Raises ApiError if it is empty, too long, or has unknown ids."""
     if isinstance(prompt, str):
-        token_ids = await encode_text(services, prompt, param, info, add_special_tokens=add_special_tokens)
+        token_ids = encode(services, prompt, param, info, add_special_tokens=add_special_tokens)
     else:
         check_ids(param, prompt, info)
         token_ids = prompt

@@ -16,6 +16,8 @@ from app.api.errors import ApiError, bad_request
 from app.api.generate import Received, answer, receive
 from app.api.responses_answers import ResponseAnswers, ResponseBody
 from app.api.schemas import MAX_CALLS, SamplingRequest
+from app.api.services import services_of
+from app.metrics import Metrics
 
 router = APIRouter()
 
@@ -44,15 +46,23 @@ _EVENT = (
     ),
 )
 async def responses(request: Request) -> Response:
-    received = await receive(request, items.ResponsesRequest)
-    conversation = Conversation(received.body)
-    with conversation.renaming_errors():
-        body = parse(conversation.as_chat(), items.ConversationRequest, received.services.metrics)
-        chat: Received[items.ConversationRequest] = replace(received, body=body)  # type: ignore[arg-type, assignment]
-        choices = await converse(chat)
+    services = services_of(request)
+    with services.hold(request) as held:
+        received = await receive(request, items.ResponsesRequest, held)
+        conversation, body = await services.in_thread(request, _as_chat, received.body, services.metrics)
+        with conversation.renaming_errors():
+            chat: Received[items.ConversationRequest] = replace(received, body=body)  # type: ignore[arg-type, assignment]
+            choices = await converse(chat)
     choices.warnings = [{**one, "param": conversation.field_name(one["param"])} for one in choices.warnings]
-    defaults = received.services.tokenizer.defaults
-    return await answer(chat, choices, ResponseAnswers(received.body, received.model_name, defaults, choices))
+    answers = ResponseAnswers(received.body, received.model_name, services.tokenizer.defaults, choices)
+    return await answer(chat, choices, answers)
+
+
+def _as_chat(asked: items.ResponsesRequest, metrics: Metrics) -> "tuple[Conversation, items.ConversationRequest]":
+    """Return the request's conversation, and the equivalent body of /v1/chat/completions. Raises ApiError 400."""
+    conversation = Conversation(asked)
+    with conversation.renaming_errors():
+        return conversation, parse(conversation.as_chat(), items.ConversationRequest, metrics)
 
 
 class Conversation:
@@ -71,11 +81,14 @@ class Conversation:
                 self._add_item(f"input.{index}", item)
 
     def as_chat(self) -> dict[str, Any]:
-        """Return the equivalent body of /v1/chat/completions."""
+        """Return the fields of the equivalent body of /v1/chat/completions."""
         body = self._body
         function_fields = {"name", "description", "parameters", "strict"}
         tools = [
-            {"type": tool.type, "function": tool.model_dump(include=function_fields, exclude_unset=True)}
+            {
+                "type": tool.type,
+                "function": {name: value for name, value in tool if name in function_fields & tool.model_fields_set},
+            }
             for tool in body.tools or []
         ]
         choice: Any = body.tool_choice

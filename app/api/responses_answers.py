@@ -296,7 +296,7 @@ def _echo(asked: ResponsesRequest, defaults: GenerationDefaults) -> Echo:
     reasoning, choice = asked.reasoning, asked.tool_choice
     return {
         "instructions": asked.instructions,
-        "tools": [tool.model_dump() for tool in asked.tools or []],
+        "tools": [dict(tool) for tool in asked.tools or []],
         "tool_choice": choice.model_dump() if isinstance(choice, ChosenFunction) else choice or "auto",
         "parallel_tool_calls": asked.parallel_tool_calls is not False,
         "temperature": defaults.temperature if asked.temperature is None else asked.temperature,

@@ -5,11 +5,12 @@ Values are strict, so that "5" is not a number. Every list has a maximum length 
 (`fail_fast`), because a large body of errors would keep the server busy.
 """
 
-import json
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo
+
+from app.api.json_values import TooManyValues, ValueCount, loads
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
@@ -163,26 +164,31 @@ Part = Annotated[
 Content = str | Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
-class CalledFunction(Body):
-    """A called function. `arguments` is the JSON text of an object. Chat templates get the object."""
-
-    name: str
-    arguments: str | None = None
-
-    @field_validator("arguments")
-    @classmethod
-    def _check_json_object(cls, value: str | None) -> str | None:
+def _parsed_arguments(value: Any, info: ValidationInfo) -> Any:
+    """Return the object of a JSON text. `info.context` counts the values of all such texts in a body."""
+    parsed = value
+    if isinstance(value, str):
         try:
-            parsed = json.loads(value or "{}")
-            # Raises for NaN and for half a surrogate pair.
-            json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()
+            (info.context or ValueCount()).add(value.encode())
+            parsed = loads(value or "{}")
+        except TooManyValues as error:
+            raise ValueError(f"has, with the calls before it, {error}: the most that are read") from None
         except (ValueError, RecursionError):
             parsed = None
         if not isinstance(parsed, dict):
             raise ValueError("must be the JSON text of an object")
-        if _depth(parsed) > MAX_NESTING:
-            raise ValueError(f"must not be nested more than {MAX_NESTING} deep")
-        return value
+    if _depth(parsed) > MAX_NESTING:
+        raise ValueError(f"must not be nested more than {MAX_NESTING} deep")
+    return parsed
+
+
+class CalledFunction(Body):
+    """A called function. `arguments` is the JSON text of an object, or the object, which chat templates get."""
+
+    name: str
+    arguments: Annotated[
+        dict[str, Any] | None, BeforeValidator(_parsed_arguments, json_schema_input_type=str | dict[str, Any] | None)
+    ] = None
 
 
 def _depth(value: Any) -> int:
@@ -203,8 +209,8 @@ class CalledTool(Body):
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        arguments = json.loads(self.function.arguments or "{}")
-        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+        function = {"name": self.function.name, "arguments": self.function.arguments or {}}
+        return {"id": self.id, "type": self.type, "function": function}
 
 
 class ChatMessage(Body):
@@ -234,7 +240,8 @@ class ChatMessage(Body):
     @property
     def thinking(self) -> str:
         """The text of the parts that are reasoning."""
-        return "\n".join(part.thinking for part in self.content or () if isinstance(part, ThinkingPart))
+        parts = self.content if isinstance(self.content, list) else ()
+        return "\n".join(part.thinking for part in parts if isinstance(part, ThinkingPart))
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates expect it. "developer" is OpenAI's newer word for "system"."""
@@ -267,8 +274,11 @@ class Tool(Body):
     cache_control: dict[str, Any] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        hints = {"strict", "cache_control"}
-        function = self.function.model_dump(exclude_unset=True, exclude_none=True, exclude=hints)
+        function = {
+            name: value
+            for name, value in self.function
+            if value is not None and name not in ("strict", "cache_control")
+        }
         return {"type": self.type, "function": function}
 
 
@@ -317,9 +327,13 @@ class TemplatedRequest(ModelRequest):
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
 
     @property
+    def offers_tools(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
     def offered_tools(self) -> list[dict[str, Any]]:
         """Tools that the prompt shows to the model."""
-        return [] if self.tool_choice == "none" else [tool.for_template() for tool in self.tools or []]
+        return [tool.for_template() for tool in self.tools or []] if self.offers_tools else []
 
 
 class ChatCompletionRequest(TemplatedRequest, GenerationRequest):

@@ -4,14 +4,18 @@ import math
 import random
 import secrets
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from fastapi import Request
 
 from app.api.errors import ApiError, bad_request, clip
 from app.api.middleware import key_digests, sent_key
+from app.api.shares import Held, HeldBytes, Threads
+from app.api.stream import unless_gone
 from app.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS, Config, flag_name
 from app.engine_client.client import EngineClient
 from app.metrics import Metrics
@@ -20,6 +24,8 @@ from app.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from app.api.tracing import Tracer
+
+T = TypeVar("T")
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 
@@ -47,7 +53,8 @@ class Services:
         self.settings = changed(self.config)
         seeds = secrets.SystemRandom() if self.config.seed is None else random.Random(self.config.seed)
         self.next_seed = partial(seeds.getrandbits, 64)  # of a request that sends none
-        self.num_unread_bytes = 0  # of bodies that have not arrived whole
+        self.held_bytes = HeldBytes()
+        self._threads = Threads()
         self.is_leaving = False  # then /ready answers 503, and requests are still served
         self.created = int(time.time())
 
@@ -56,6 +63,20 @@ class Services:
         if self.api_keys:
             return sent_key(request.headers).hex()
         return request.client.host if request.client else ""
+
+    @contextmanager
+    def hold(self, request: Request) -> Iterator[Held]:
+        """Hold a permit of the client's share, and the bytes of the body as they come. Raises ClientBusy."""
+        client_id = self.client_id(request)
+        held = Held(client_id, self.engine.admission.acquire_of_client(client_id), self.held_bytes)
+        try:
+            yield held
+        finally:
+            held.close()
+
+    async def in_thread(self, request: Request, work: Callable[..., T], *args: Any) -> T:
+        """Return what `work` returns in one of the client's threads. Raises ClientBusy, or ClientDisconnect."""
+        return await unless_gone(request.receive, self._threads.run(self.client_id(request), work, *args))
 
     def deadline(self, request: Request, arrived: float) -> float | None:
         """Return the time.monotonic() by which the answer must be complete, or None without a limit.

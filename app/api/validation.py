@@ -119,7 +119,7 @@ def check_template(body: TemplatedRequest, services: Services) -> None:
             '(--tool-call-parser). Use "auto".',
             "tool_choice",
         )
-    if body.offered_tools and "tools" not in template.variables:
+    if body.offers_tools and "tools" not in template.variables:
         raise unsupported(f"{_NO_PLACE} `tools`. Leave them out, or describe them in a message.", "tools")
     for index, message in enumerate(body.messages):
         param = f"messages.{index}.tool_calls"
@@ -223,7 +223,8 @@ def _refuse_extras(model: BaseModel, where: str = "") -> None:
     """Raise ApiError for an unknown field below the top level that is not null, false or empty."""
     for field in type(model).model_fields:
         value = getattr(model, field)
-        items = [(f".{i}", item) for i, item in enumerate(value)] if isinstance(value, list) else [("", value)]
+        has_models = isinstance(value, list) and value and isinstance(value[0], BaseModel)  # Token ids are many.
+        items = [(f".{i}", item) for i, item in enumerate(value)] if has_models else [("", value)]
         for index, item in items:
             if not isinstance(item, BaseModel):
                 continue

@@ -20,6 +20,8 @@ class ClientBusy(Busy):
 class Admission:
     """Count of the requests in flight, from before their prompts are made until the engine is done with them.
 
+    A client's requests count for it from their arrival, also those that only ask for tokens.
+
     `max_queue` requests may wait in addition to the `max_num_seqs` that an engine runs (None: four for each of these).
     `max_per_client` requests of one client, a key or an address, may be in flight (None: no bound).
     `num_unacknowledged` counts the aborts and flushes that were sent since the engine's last reply. An abort returns
@@ -41,18 +43,12 @@ class Admission:
     def _limit(self, max_num_seqs: int) -> int:
         return max_num_seqs + (MAX_QUEUED_PER_RUNNING * max_num_seqs if self._max_queue is None else self._max_queue)
 
-    def check(self, client_id: str, count: int, max_num_seqs: int) -> None:
-        """Raise ClientBusy or Busy if `count` more requests of this client would be too many."""
+    def check(self, count: int, max_num_seqs: int) -> None:
+        """Raise Busy if `count` more requests would be too many, whoever sends them."""
         limit = self._limit(max_num_seqs)
         if self.num_unacknowledged > max(limit, MIN_UNACKNOWLEDGED):
             cancelled = f"{self.num_unacknowledged} requests were cancelled"
             raise Busy(f"The engine has not answered since {cancelled}. Try again shortly.")
-        num_of_client = self.num_by_client[client_id]
-        if self._max_per_client is not None and num_of_client + count > self._max_per_client:
-            raise ClientBusy(
-                f"{num_of_client} of your requests are in flight, and {count} more would exceed the limit of "
-                f"{self._max_per_client} per client. Try again when one has ended."
-            )
         if self.num_in_flight + count > limit:
             raise Busy(
                 f"{self.num_in_flight} requests are in flight, and {count} more would exceed this server's limit of "
@@ -60,20 +56,39 @@ class Admission:
             )
 
     def acquire(self, client_id: str, count: int, max_num_seqs: int) -> "Permits":
-        """Return permits for `count` requests, all or none. Raise what `check` raises. The caller closes them."""
-        self.check(client_id, count, max_num_seqs)
+        """Return permits for `count` requests, all or none. Raises ClientBusy or Busy. The caller closes them."""
+        self._check_client(client_id, count)
+        self.check(count, max_num_seqs)
         self.num_in_flight += count
         self.num_by_client[client_id] += count
         return Permits(self, client_id, count)
 
+    def acquire_of_client(self, client_id: str) -> "Permits":
+        """Return a permit that counts for its client only, for work outside of the engine. Raises ClientBusy."""
+        self._check_client(client_id, 1)
+        self.num_by_client[client_id] += 1
+        return Permits(self, client_id, 1, in_total=False)
+
+    def _check_client(self, client_id: str, count: int) -> None:
+        num_of_client = self.num_by_client[client_id]
+        if self._max_per_client is not None and num_of_client + count > self._max_per_client:
+            raise ClientBusy(
+                f"{num_of_client} of your requests are in flight, and {count} more would exceed the limit of "
+                f"{self._max_per_client} per client. Try again when one has ended."
+            )
+
 
 @dataclass
 class Permits:
-    """Permits that were acquired together. A context manager, which returns the unused ones at its end."""
+    """Permits that were acquired together. A context manager, which returns the unused ones at its end.
+
+    Without `in_total` they count for their client only.
+    """
 
     _admission: Admission
     _client_id: str
     _num_unused: int
+    in_total: bool = True
 
     def use(self) -> None:
         """Give one permit to a request, which returns it with `release` when it ends."""
@@ -82,7 +97,7 @@ class Permits:
 
     def release(self, count: int = 1) -> None:
         """Return the permits of `count` requests."""
-        self._admission.num_in_flight -= count
+        self._admission.num_in_flight -= count * self.in_total
         self._admission.num_by_client[self._client_id] -= count
         if not self._admission.num_by_client[self._client_id]:
             del self._admission.num_by_client[self._client_id]

@@ -72,10 +72,10 @@ class EngineClient:
         }
         raise EngineUnavailable(messages.get(state.phase, f"The engine is dead{because}."), state.phase)
 
-    def check(self, client_id: str) -> EngineInfo:
+    def check(self) -> EngineInfo:
         """Return what is loaded, before a request's body is read. Raise EngineUnavailable or Busy if it is refused."""
         info = self.ready_info()
-        self.admission.check(client_id, 1, info.max_num_seqs)
+        self.admission.check(1, info.max_num_seqs)
         return info
 
     def submit(
@@ -113,7 +113,7 @@ class EngineClient:
 
     def flush_cache(self) -> None:
         """Forget all cached prefixes: no request submitted from now on finds one. Raise EngineUnavailable or Busy."""
-        self.admission.check("", 0, self.ready_info().max_num_seqs)
+        self.admission.check(0, self.ready_info().max_num_seqs)
         self.supervisor.send(FlushCache())
         self.admission.num_unacknowledged += 1
 

@@ -41,7 +41,8 @@ def left_behind(server):
             engine.num_running,
             engine.admission.num_in_flight,
             engine.admission.num_unacknowledged,
-            server.services.num_unread_bytes,
+            server.services.held_bytes.total,
+            dict(engine.admission.num_by_client),
             len(server.uvicorn.server_state.connections),
             len(asyncio.all_tasks()),
         )

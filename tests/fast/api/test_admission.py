@@ -145,15 +145,8 @@ def test_a_refused_prompt_gives_its_places_back(own_server, prompt):
     assert own_server.http.post("/v1/completions", json=TEXT | {"n": 5}).status_code == 200
 
 
-def test_bodies_that_are_sent_at_once_have_a_bound_together(server, monkeypatch):
-    monkeypatch.setattr(body, "MAX_BYTES_BEING_READ", 1000)
-    assert error_of(server.http.post("/v1/completions", content=b"x" * 1001), 429)["code"] == "server_busy"
-    server.script.plan([2])
-    assert server.http.post("/v1/completions", json=TEXT | {"prompt": "a"}).status_code == 200
-
-
 def test_a_body_that_broke_off_is_counted_no_more(server):
     with socket.create_connection(connection_address(server)) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\nhalf of it")
-        until(lambda: server.services.num_unread_bytes == 10)
-    until(lambda: server.services.num_unread_bytes == 0)
+        until(lambda: server.services.held_bytes.total == 10)
+    until(lambda: server.services.held_bytes.total == 0)

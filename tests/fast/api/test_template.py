@@ -5,11 +5,13 @@ from itertools import product
 
 import pytest
 
+from app.api.shares import NUM_THREADS
 from app.text import chat_template
 from tests.fast.api.served import until
 from tests.fast.api.templates import ASK, HEAD, HELLO, NO_THINKING, QWEN, TURN, prompt_of, refusal
 
 SERVED = {"template": QWEN}
+ANOTHER_CLIENT = {"X-Forwarded-For": "192.0.2.7"}
 
 
 @pytest.mark.parametrize(
@@ -142,8 +144,10 @@ def test_a_template_that_never_ends_delays_no_other_request(start, background, m
     clock = Clock()
     monkeypatch.setattr(chat_template, "time", clock)
     server = start("{% for i in range(99999) %}{% for j in range(99999) %}{% set x = j %}{% endfor %}{% endfor %}")
-    asked = [background.submit(refusal, server) for _ in range(3)]
-    until(lambda: len(clock.readers) == 3)
+    asked = [background.submit(refusal, server) for _ in range(NUM_THREADS // 2)]  # the share of one client
+    until(lambda: len(clock.readers) == len(asked))
+    elsewhere = background.submit(server.http.post, "/tokenize", json={"prompt": "hi"}, headers=ANOTHER_CLIENT)
+    assert elsewhere.result().status_code == 200
     for _ in range(5):
         assert server.http.get("/live").status_code == 200
     assert not any(one.done() for one in asked)

@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 from tokenizers import processors
 
+from app.api import prompts
 from tests.fast.api.errors import error_of
 from tests.fast.api.served import Server, serving_ready
 from tests.fast.api.templates import ASK, HEAD, HELLO, QWEN, TURN
@@ -171,6 +172,13 @@ def test_a_text_beyond_the_context_is_counted(server, kind, length):
     text = "漢" * length
     body = {"prompt": text} if kind == "text" else {"messages": [HELLO | {"content": text}]}
     assert post(server, "/tokenize", **body)["count"] >= 3 * length
+
+
+def test_a_text_far_beyond_the_context_is_counted_up_to_a_bound(server, monkeypatch):
+    monkeypatch.setattr(prompts, "MAX_COUNTED_CHARACTERS", 50_000)
+    assert post(server, "/tokenize", prompt="%" * 50_000)["count"] == 50_000
+    error = error_of(server.http.post("/tokenize", json={"prompt": "%" * 200_000}), 400)
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
 
 
 @pytest.fixture

@@ -189,7 +189,7 @@ def test_a_stop_string_inside_a_call_ends_the_answer_before_the_call(server):
     assert ask(server, stop='"arguments"')[1:4] == (shown, "stop", [])
 
 
-def conversation(arguments: str | None = '{"city": "Bern", "days": 2}') -> list[dict[str, Any]]:
+def conversation(arguments: object = '{"city": "Bern", "days": 2}') -> list[dict[str, Any]]:
     function = {"name": "weather"} | ({} if arguments is None else {"arguments": arguments})
     called = {"id": "call_1", "type": "function", "function": function}
     return [
@@ -206,6 +206,7 @@ def conversation(arguments: str | None = '{"city": "Bern", "days": 2}') -> list[
         ('{"city": "\\u6771\\u4eac"}', '{"city": "東京"}'),
         ("{}", "{}"),
         ("", "{}"),
+        ({"city": "Bern", "days": None}, '{"city": "Bern", "days": null}'),
     ],
 )
 def test_calls_in_a_conversation_are_rendered_with_arguments_as_an_object(server, sent, shown):
@@ -245,7 +246,7 @@ def test_the_sdks_own_message_can_be_sent_back_as_it_is(server, stream):
         ({"messages": conversation("not JSON")}, "messages.1.tool_calls.0.function.arguments"),
         ({"messages": conversation('["a"]')}, "messages.1.tool_calls.0.function.arguments"),
         ({"messages": conversation('"a"')}, "messages.1.tool_calls.0.function.arguments"),
-        ({"messages": conversation({"city": "Bern"})}, "messages.1.tool_calls.0.function.arguments"),
+        ({"messages": conversation([{"city": "Bern"}])}, "messages.1.tool_calls.0.function.arguments"),
         ({"messages": conversation("[" * 100_000)}, "messages.1.tool_calls.0.function.arguments"),
         ({"messages": conversation('{"city": "\\ud800"}')}, "messages.1.tool_calls.0.function.arguments"),
         ({"messages": [HELLO | {"tool_call_id": "call_1"}]}, "messages.0.tool_call_id"),

@@ -8,7 +8,7 @@ import promql_parser
 import torch
 import yaml
 
-from app.api import body, connection, middleware, schemas
+from app.api import body, connection, json_values, middleware, prompts, schemas, shares
 from app.config.aliases import PEER_FLAGS
 from app.config.settings import flag_name
 from app.config.sources import SETTINGS
@@ -102,7 +102,12 @@ def test_the_limits_that_are_told_are_the_codes_own() -> None:
         f"{middleware.MAX_HEAD_BYTES // 2**10} KiB, {middleware.MAX_HEADERS} headers, whole within "
         f"{connection.HEAD_SECONDS:g} s",
         f"{body.MAX_BODY_BYTES // 2**20} MiB (413); {body.BODY_SECONDS:g} s and then "
-        f"{body.MIN_BYTES_PER_SECOND // 2**10} KiB a second (408); {body.MAX_BYTES_BEING_READ // 2**20} MiB",
+        f"{body.MIN_BYTES_PER_SECOND // 2**10} KiB a second (408); {shares.MAX_HELD_BYTES // 2**20} MiB",
+        f"{json_values.MAX_VALUES:,} keys, strings, objects, lists and other values",
+        f"{json_values.MAX_ITEMS:,} items",
+        f"{shares.NUM_THREADS} threads",
+        f"{shares.MAX_WAITING:,} jobs",
+        f"{prompts.MAX_COUNTED_CHARACTERS:,} characters",
         f"{schemas.MAX_MESSAGES:,} messages, {schemas.MAX_STOPS} stop strings of {schemas.MAX_STOP_LENGTH:,} "
         f"characters, {schemas.MAX_STOP_IDS:,} stop token ids, {schemas.MAX_BIASES:,} entries in `logit_bias`, "
         f"{schemas.MAX_CHOICES} choices, {schemas.MAX_TOOLS} tools",

@@ -11,7 +11,7 @@ QUEUE = 1
 def refused(admission: Admission, client_id: str, count: int) -> type[Busy] | None:
     """Return the kind of refusal of `count` more requests of this client."""
     try:
-        admission.check(client_id, count, MAX_NUM_SEQS)
+        admission.acquire(client_id, count, MAX_NUM_SEQS).close()
     except Busy as error:
         return type(error)
     return None
@@ -54,6 +54,17 @@ def test_a_client_that_has_left_costs_no_memory(max_per_client: int | None) -> N
         with admission.acquire(f"client {number}", 2, MAX_NUM_SEQS) as permits:
             permits.use()
         permits.release()
+    assert not admission.num_by_client and admission.num_in_flight == 0
+
+
+def test_work_outside_of_the_engine_counts_for_its_client_only() -> None:
+    admission = Admission(QUEUE, max_per_client=1)
+    with admission.acquire_of_client("a"):
+        assert admission.num_in_flight == 0
+        with pytest.raises(ClientBusy):
+            admission.acquire_of_client("a")
+        assert refused(admission, "a", 1) is ClientBusy
+        assert refused(admission, "b", 1) is None
     assert not admission.num_by_client and admission.num_in_flight == 0
 
 

@@ -13,7 +13,7 @@ import pytest
 from app.config.error import ConfigError
 from app.text import chat_template
 from app.text.chat_template import ChatTemplate, ChatTemplateError
-from app.text.tokenizer import GenerationDefaults, Tokenizer
+from app.text.tokenizer import GenerationDefaults, PromptTooLong, Tokenizer
 
 MESSAGES = [
     {"role": "system", "content": "be <b>kind</b>"},
@@ -250,3 +250,35 @@ def test_a_template_that_makes_too_much_text_is_ended(monkeypatch):
 def test_a_template_reaches_nothing_of_python(template):
     with pytest.raises(ChatTemplateError):
         ChatTemplate(template, {}).render(MESSAGES)
+
+
+class Seeing:
+    """A tokenizer that knows how long the texts were that it encoded."""
+
+    def __init__(self, backend):
+        self._backend = backend
+        self.lengths = []
+
+    def encode_batch_fast(self, texts, **settings):
+        self.lengths += map(len, texts)
+        return self._backend.encode_batch_fast(texts, **settings)
+
+
+@pytest.mark.parametrize("max_tokens", [4_000, 20_000])
+def test_a_text_is_refused_by_its_beginning_if_that_alone_is_too_long(model_folder, max_tokens):
+    tokenizer = Tokenizer(model_folder)
+    seeing = tokenizer.backend = Seeing(tokenizer.backend)
+    text = "zq%" * 40_000  # a token for each character
+    tokenizer._max_token_bytes = 1000  # as of real vocabularies, whose longest token is many spaces
+    with pytest.raises(PromptTooLong) as refused:
+        tokenizer.encode(text, max_tokens)
+    assert max_tokens < refused.value.at_least <= len(text)
+    assert seeing.lengths == [max(4 * max_tokens, 2**16)]
+
+
+def test_a_long_text_of_long_tokens_is_encoded_whole(model_folder):
+    tokenizer = Tokenizer(model_folder)
+    text = "hello " * 40_000
+    whole = tokenizer.encode(text)
+    assert len(whole) < len(text) / 2
+    assert tokenizer.encode(text, len(whole)) == whole
