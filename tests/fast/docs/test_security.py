@@ -106,7 +106,7 @@ def test_the_sockets_to_the_engine_lie_where_no_other_user_may_look(
 
 def test_where_no_folder_can_be_written_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_link, "_parents", lambda: ["/proc"])
-    with pytest.raises(OSError, match=r"/proc cannot be written to\. Set TMPDIR"):
+    with pytest.raises(OSError, match=r"/proc cannot be written to or are full\. Set TMPDIR"):
         engine_link.EngineLink()
 
 

@@ -31,12 +31,17 @@ def test_a_tool_takes_whole_flags_only_and_names_all_others(part: str, capsys: p
             parser.parse_args([f"{flag}x", "-x", "2"])
         assert left.value.code == 2
         *errors, hint = capsys.readouterr().err.splitlines()
-        assert errors == [f"error: unknown flag {flag}x", "error: unknown flag -x"]
-        assert hint.startswith("hint: did you mean --")
+        unknown = f"error: unknown flag {flag}x"
+        assert errors in (
+            [f"{unknown}: did you mean {flag}?", "error: unknown flag -x"],
+            [unknown, "error: unknown flag -x"],
+        )
+        assert "did you mean" in errors[0] or len(flag) < len("--four")
+        assert hint == f"hint: `{parser.prog} --help` lists all flags"
         for prefix in {flag[:end] for end in range(3, len(flag))} - set(flags):
             with pytest.raises(SystemExit):
                 parser.parse_args([prefix, "2"])
-            assert f"error: unknown flag {prefix}\n" in capsys.readouterr().err
+            assert f"error: unknown flag {prefix}" in capsys.readouterr().err
 
 
 def test_a_missing_part_or_an_unknown_one_is_told_the_parts(capsys: pytest.CaptureFixture[str]) -> None:
