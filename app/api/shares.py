@@ -99,7 +99,8 @@ class Threads:
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the jobs whose turn has come."""
-        while client_id := next((one for one in self._waiting if self._running[one] < self._num_free), None):
+        while ready := [one for one in self._waiting if self._running[one] < self._num_free]:
+            client_id = ready[0]
             waiting = self._waiting.pop(client_id)
             job = waiting.popleft()
             if waiting:

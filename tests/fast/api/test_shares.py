@@ -249,3 +249,8 @@ def test_an_error_in_a_thread_is_raised_where_it_is_awaited():
             await Threads(1).run("a", lambda: 1 // 0)
 
     asyncio.run(check())
+
+
+def test_a_client_without_an_address_gets_a_thread_too():
+    """A server behind a socket of the file system, or of another host's process, knows none."""
+    assert asyncio.run(Threads().run("", len, "four")) == 4
