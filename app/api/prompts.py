@@ -48,7 +48,7 @@ def of_conversation(services: Services, body: TemplatedRequest, info: EngineInfo
     if body.forces_call and "enable_thinking" in template.switches:
         switches["enable_thinking"] = False
     try:
-        text = template.render(
+        text, mark = services.tokenizer.render(
             [message.for_template() for message in body.messages],
             tools=body.offered_tools or None,
             add_generation_prompt=body.add_generation_prompt is not False,
@@ -64,21 +64,28 @@ def of_conversation(services: Services, body: TemplatedRequest, info: EngineInfo
         text += _NO_REASONING + begun_call if in_reasoning else begun_call
         in_reasoning = False
     special = bool(body.add_special_tokens)
-    token_ids = encode(services, text, "messages", info, add_special_tokens=special, must_fit=must_fit)
+    token_ids = encode(services, text, "messages", info, add_special_tokens=special, must_fit=must_fit, mark=mark)
     return Prompt(token_ids, in_reasoning, begun_call, warn_of_prompt(body, services))
 
 
 def encode(
-    services: Services, text: str, param: str, info: EngineInfo, *, add_special_tokens: bool, must_fit: bool = True
+    services: Services,
+    text: str,
+    param: str,
+    info: EngineInfo,
+    *,
+    add_special_tokens: bool,
+    must_fit: bool = True,
+    mark: str = "",
 ) -> list[int]:
-    """Return the token ids of `text`.
+    """Return the token ids of `text`. `mark` is that of `Tokenizer.render`.
 
     Raises ApiError for a token that the model does not have, and before most of the work for a text that is longer
     than the context. Without `must_fit` that is raised only above MAX_COUNTED_CHARACTERS.
     """
     limit = info.max_model_len if must_fit or len(text) > MAX_COUNTED_CHARACTERS else None
     try:
-        token_ids = services.tokenizer.encode(text, limit, add_special_tokens=add_special_tokens)
+        token_ids = services.tokenizer.encode(text, limit, add_special_tokens=add_special_tokens, mark=mark)
     except PromptTooLong as error:
         raise context_length_exceeded(param, info.max_model_len, error.at_least, at_least=True) from None
     if (max_id := max(token_ids, default=0)) >= info.vocab_size:

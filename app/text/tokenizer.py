@@ -5,7 +5,8 @@ Transformers is not imported, because it imports torch, and the API process must
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,8 +18,12 @@ from pydantic.dataclasses import dataclass
 from app.config.error import ConfigError
 from app.engine.checkpoint.files import read_json
 from app.text.chat_template import ChatTemplate
-from app.text.parsers import MARKS
+from app.text.parsers import END_THINK, MARKS, THINK, qwen3
 
+_READ_BY_TEMPLATES = {THINK, END_THINK, *qwen3.FORMAT.marks}
+"""Tokens that chat templates look for in messages, where they have a meaning."""
+_NONCHARACTERS = "".join(map(chr, range(0xFDD0, 0xFDF0)))
+"""Code points that Unicode leaves to programs, so no token has one."""
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MIN_BEGINNING = 2**16  # characters of a text that are encoded to see if the whole is too long
 
@@ -75,6 +80,7 @@ class Tokenizer:
             self.backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # The library raises plain Exception.
             raise ConfigError(f"{path} cannot be read: {error}") from None
+        self._control = _control_tokens(self.backend)
         self.backend = _with_marks_as_text(self.backend)
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -103,25 +109,56 @@ class Tokenizer:
         self.max_new_tokens = most if type(most := sampling.get("max_new_tokens")) is int and most > 0 else None
         self.chat_template = ChatTemplate.load(texts, settings, special)
 
-    def encode(self, text: str, max_tokens: int | None = None, *, add_special_tokens: bool = True) -> list[int]:
+    def render(
+        self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None, **options: Any
+    ) -> tuple[str, str]:
+        """Return the prompt of a conversation, as `ChatTemplate.render` makes it, and the mark for `encode`.
+
+        Where messages or tools spell a control token, the mark is in the prompt, within each spelling. It is "" if they
+        spell none. Raises ChatTemplateError.
+        """
+        texts = list(_texts((messages, tools)))
+        if self._control is None or not any(map(self._control.search, texts)):
+            return self.chat_template.render(messages, tools=tools, **options), ""
+        mark = next((mark for mark in _NONCHARACTERS if not any(mark in text for text in texts)), _NONCHARACTERS[0])
+        # A spelling that begins within another is marked too.
+        spelling = re.compile(f"(?={self._control.pattern})(.)", re.DOTALL)
+        messages, tools = _rewritten((messages, tools), lambda text: spelling.sub(rf"\1{mark}", text))
+        return self.chat_template.render(messages, tools=tools, **options), mark
+
+    def encode(
+        self, text: str, max_tokens: int | None = None, *, add_special_tokens: bool = True, mark: str = ""
+    ) -> list[int]:
         """Return the ids of a text, with the special tokens (BOS) that the tokenizer adds to a bare prompt.
 
+        What has the `mark` within is no control token but text, of which the mark is no part.
         Raises PromptTooLong, before most of the work, if the text must have more than `max_tokens` tokens. One bound is
         the longest token of the vocabulary in bytes. It is wrong only for a normalizer that removes most of a text.
         The other is a beginning of the text that alone has twice as many.
         """
-        if max_tokens is not None and (at_least := math.ceil(len(text.encode()) / self._max_token_bytes)) > max_tokens:
+        plain = text.replace(mark, "") if mark else text
+        if max_tokens is not None and (at_least := math.ceil(len(plain.encode()) / self._max_token_bytes)) > max_tokens:
             raise PromptTooLong(at_least)
         length = len(text) if max_tokens is None else max(4 * max_tokens, _MIN_BEGINNING)
         while True:
-            # `encode` holds the interpreter's lock while it works, which is seconds for a large text.
-            batch = self.backend.encode_batch_fast([text[:length]], add_special_tokens=add_special_tokens)
-            token_ids = list(batch[0].ids)
+            token_ids = self._encode_marked(text[:length], mark, add_special_tokens)
             if length >= len(text):
                 return token_ids
             if max_tokens is not None and (at_least := len(token_ids) // 2) > max_tokens:
                 raise PromptTooLong(at_least)
             length *= 4
+
+    def _encode_marked(self, text: str, mark: str, add_special_tokens: bool) -> list[int]:
+        """Return the ids of a text without the tokens of its marks. If a token has a mark and other characters, the
+        tokenizer cannot tell them apart, and the marks are ignored."""
+        if mark and mark in text:
+            encoding = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+            pieces = [text[start:end] for start, end in encoding.offsets]
+            if all(piece == mark or mark not in piece for piece in pieces):
+                return [token_id for token_id, piece in zip(encoding.ids, pieces, strict=True) if piece != mark]
+            text = text.replace(mark, "")
+        # `encode` holds the interpreter's lock while it works, which is seconds for a large text.
+        return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the whole text of `token_ids`."""
@@ -131,6 +168,35 @@ class Tokenizer:
     def token_strings(self, token_ids: list[int]) -> list[str]:
         """Return the vocabulary's spelling of each token, "" for an unknown id."""
         return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
+
+
+def _control_tokens(backend: tokenizers.Tokenizer) -> re.Pattern[str] | None:
+    """Return a pattern of the special tokens that only a chat template may write, or None if there are none."""
+    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    written = sorted(token for token in special - _READ_BY_TEMPLATES if len(token) > 1)
+    return re.compile(f"(?:{'|'.join(map(re.escape, written))})") if written else None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all strings in a value of JSON, the keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from value
+        for inner in value.values():
+            yield from _texts(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner)
+
+
+def _rewritten(value: Any, rewrite: Callable[[str], str]) -> Any:
+    """Return a copy of a value of JSON with every string rewritten, the keys too."""
+    if isinstance(value, str):
+        return rewrite(value)
+    if isinstance(value, dict):
+        return {rewrite(key): _rewritten(inner, rewrite) for key, inner in value.items()}
+    return [_rewritten(inner, rewrite) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _with_marks_as_text(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
