@@ -65,6 +65,7 @@ def application(args: Mapping[str, Any]) -> serve.Application:
         config = load_config(one for one in given if one.field not in Replicas.model_fields)
         for name in sorted(config.model_fields_set & _RAY_SETTINGS.keys()):
             raise ConfigError(f"{name} is not read here, because Ray listens and drains: use {_RAY_SETTINGS[name]}")
+        config = config.model_copy(update={"host": "0.0.0.0"})  # Ray listens, and clients may use any name
         if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1" and not replicas.allow_python_proxy:
             raise ConfigError("Ray's Python proxy takes 148 ms a chunk at 32 streams, and HAProxy 4 ms", _USE_HAPROXY)
         check_settings(config)

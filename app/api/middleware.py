@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
@@ -18,7 +18,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app import log
-from app.api.errors import CLIENT_CLOSED_REQUEST, ApiError, unavailable
+from app.api.errors import CLIENT_CLOSED_REQUEST, ApiError, clip, unavailable
 from app.engine_client.client import EngineClient
 from app.metrics import Metrics
 
@@ -36,6 +36,8 @@ _ROUTING_HEADERS = (
     "x-slo-tpot-ms",
 )
 """Headers that Kubernetes' endpoint pickers add. They change nothing here, and are logged."""
+_LOCAL_NAME = re.compile(r"[^.]*\.?|.*\.(?:localhost|local|internal|\d+)\.?|.*:.*", re.IGNORECASE)
+"""Hosts that no stranger can point at another machine: IP addresses, and names without a domain or in a private one."""
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -134,18 +136,81 @@ def sent_key(headers: Headers) -> bytes:
     return hashlib.sha256(key.encode("latin-1")).digest()
 
 
+class BrowserGuard:
+    """Judge of requests that a browser sends for a page of another origin, which may be any page that its user reads.
+
+    Such a page cannot read an answer without CORS, but the request would be served all the same. Pages of `origins`
+    may ask ("*": all), and so may the server's own.
+
+    With `is_local` a page may not ask by its own name either, which its owner can point at this machine (DNS
+    rebinding): the host must be an IP address, a name of a private network, or the host of one of `origins`.
+    """
+
+    def __init__(self, origins: Collection[str], is_local: bool) -> None:
+        self._origins = frozenset(origins)
+        self._hosts = {urlsplit(origin).hostname for origin in origins}
+        self._checks_host = is_local and "*" not in self._origins
+
+    def check(self, method: str, headers: Headers) -> None:
+        """Raise ApiError 403 for a request of a page that may not ask."""
+        host, origin = headers.get("host", ""), headers.get("origin", "")
+        if self._checks_host and not _LOCAL_NAME.fullmatch(name := _host_name(host)) and name not in self._hosts:
+            raise ApiError(
+                403,
+                f"This server listens to its own machine, and was asked as {clip(host)}, which could be a web page's "
+                f"trick. Use http://127.0.0.1, or set an --api-key, or give --allowed-origins http://{clip(host)}.",
+                code="host_refused",
+            )
+        if method not in ("GET", "OPTIONS") and not self._may_post(origin, host, headers.get("sec-fetch-site")):
+            raise ApiError(
+                403,
+                f"A page of {clip(origin) or 'another site'} may not ask this server. Give --allowed-origins "
+                f"{clip(origin) or 'ORIGIN'} to the server if it shall.",
+                code="origin_refused",
+            )
+
+    def _may_post(self, origin: str, host: str, site: str | None) -> bool:
+        if "*" in self._origins or origin in self._origins:
+            return True
+        if origin and origin != "null" and not origin.startswith(("http://", "https://")):
+            return True  # a program's: app://, vscode-webview://, chrome-extension://
+        if site is not None:  # The browser knows, also behind a proxy that sends another Host.
+            return site in ("same-origin", "none")
+        # A proxy may leave the port out.
+        return not origin or origin.partition("://")[2] == host or _host_name(origin.partition("://")[2]) == host
+
+
+def is_loopback(host: str) -> bool:
+    """Return True for an address on which only this machine can be reached."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _host_name(host: str) -> str:
+    """Return the lower-case name in a Host header, without its port. A malformed one is its own name."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return host
+
+
 class Gate:
-    """Layer that answers 431 to a head with too many headers or bytes, 400 to one that a proxy may frame otherwise, and
-    401 to a request without one of `keys`.
+    """Layer that answers 431 to a head with too many headers or bytes, 400 to one that a proxy may frame otherwise, 403 to
+    a page that `guard` refuses, and 401 to a request without one of `keys`.
 
     `open_paths` need no key: OPEN_PATHS, because probes have none, and pages show only what the server can do. With a
     proxy's prefix /llm, GET /llm is redirected to /llm/, because the page's links are relative.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Sequence[str], root_path: str, open_paths: Collection[str] = OPEN_PATHS
+        self,
+        app: ASGIApp,
+        keys: Sequence[str],
+        root_path: str,
+        open_paths: Collection[str] = OPEN_PATHS,
+        guard: BrowserGuard | None = None,
     ) -> None:
         self._app = app
+        self._guard = guard or BrowserGuard((), is_local=False)
         self._digests = key_digests(keys)
         self._root_path = root_path
         self._open_paths = open_paths
@@ -166,8 +231,11 @@ class Gate:
             _check_framing(scope)
             if not path and scope["method"] == "GET":
                 app = RedirectResponse(f"{self._root_path}/")
-            elif self._digests and path not in self._open_paths:
-                check_key(Headers(scope=scope), self._digests, "A valid API key")
+            else:
+                if path not in OPEN_PATHS:
+                    self._guard.check(scope["method"], Headers(scope=scope))
+                if self._digests and path not in self._open_paths:
+                    check_key(Headers(scope=scope), self._digests, "A valid API key")
         except ApiError as refusal:
             app = refusal.response()
         await app(scope, receive, send)

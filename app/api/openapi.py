@@ -15,6 +15,7 @@ from app.api.schemas import Body
 STATUSES = {
     400: "The request is wrong, or asks for something this server does not have; `param` names it",
     401: "An API key is needed",
+    403: "A web page of another origin asked",
     404: "No such model",
     408: "The body came too slowly, or not at all",
     413: "The body is too large",
@@ -51,7 +52,8 @@ def route(
     the answer may be streamed. While the engine is not there, the answer is a 503 of the type `loading`, if that is
     given."""
     responses: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorBody, "description": STATUSES[status]} for status in statuses
+        status: {"model": ErrorBody, "description": STATUSES[status]}
+        for status in (*statuses, *([403] if 401 in statuses else []))
     }
     if stream:
         data = {"properties": {"data": {"type": "string"}}, "required": ["data"]}

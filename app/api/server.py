@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from app.api import chat, completions, errors, openapi, ops, responses
-from app.api.middleware import OPEN_PATHS, Cors, Gate, Hold, RequestIds
+from app.api.middleware import OPEN_PATHS, BrowserGuard, Cors, Gate, Hold, RequestIds, is_loopback
 from app.api.services import Services
 from app.config.settings import Config
 from app.engine_client.admission import Admission
@@ -158,7 +158,9 @@ def create_app(services: Services, hold_seconds: float = 0.0) -> ASGIApp:
     )
     keys = [*services.api_keys, *config.admin_key] if services.api_keys else []
     held = Hold(app, services.engine, hold_seconds) if hold_seconds else app
-    layers: ASGIApp = Gate(held, keys, config.root_path, open_paths)
+    # A key protects from DNS rebinding too, because a page does not know it.
+    guard = BrowserGuard(config.allowed_origins, is_local=is_loopback(config.host) and not keys)
+    layers: ASGIApp = Gate(held, keys, config.root_path, open_paths, guard)
     if config.allowed_origins:
         layers = Cors(
             layers,
