@@ -194,8 +194,8 @@ def _host_name(host: str) -> str:
 
 
 class Gate:
-    """Layer that answers 431 to a head with too many headers or bytes, 400 to one that a proxy may frame otherwise, 403 to
-    a page that `guard` refuses, and 401 to a request without one of `keys`.
+    """Layer that answers 431 to a head with too many headers or bytes, 400 to one that a proxy may frame otherwise, 403
+    to a page that `guard` refuses, and 401 to a request without one of `keys`.
 
     `open_paths` need no key: OPEN_PATHS, because probes have none, and pages show only what the server can do. With a
     proxy's prefix /llm, GET /llm is redirected to /llm/, because the page's links are relative.

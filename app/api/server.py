@@ -61,6 +61,7 @@ class Server:
             tokenizer_folder=Path(config.tokenizer) if config.tokenizer else None,
             has_defaults=config.generation_config == "auto",
             overrides=config.override_generation_config,
+            chat_template=config.chat_template,
         )
         _warn(tokenizer, config)
         metrics = Metrics(config.metrics_prefix, config.model_names[0])

@@ -264,6 +264,7 @@ PEER_FLAGS = (
     PeerFlag("--tokenizer-path", "same", "tokenizer"),
     PeerFlag("--speculative-draft-window-size --speculative-dflash-draft-window-size", "same", "draft_window"),
     PeerFlag("--alias -a", "same", "served_model_name"),
+    PeerFlag("--chat-template-file", "same", "chat_template"),
     PeerFlag("--speculative-algorithm --speculative-config.method", "only", METHODS, f"give one of {METHODS}"),
     PeerFlag("--spec-type", "only", f"{_SPEC_TYPES} {METHODS}", f"give one of {_SPEC_TYPES}"),
     PeerFlag("--speculative-config.num-speculative-tokens", "same", "num_speculative_tokens"),
@@ -425,7 +426,6 @@ PEER_FLAGS = (
     PeerFlag("--download-dir", "refused", note="set HF_HUB_CACHE in the environment"),
     PeerFlag("--hf-token -hft", "refused", note="set HF_TOKEN in the environment"),
     PeerFlag("--offline", "refused", note="set HF_HUB_OFFLINE=1 in the environment"),
-    PeerFlag("--chat-template --chat-template-file", "refused", note="put it into MODEL as chat_template.jinja"),
     PeerFlag(
         "--hf-chat-template-name --completion-template",
         "refused",

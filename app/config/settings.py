@@ -140,6 +140,9 @@ class Config(BaseModel):
         metavar="JSON",
     )
 
+    chat_template: Path | None = setting(
+        CHAT, None, "file with a chat template in Jinja (default: the checkpoint's)", metavar="FILE"
+    )
     default_chat_template_kwargs: JsonObject = setting(
         CHAT,
         {},

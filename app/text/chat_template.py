@@ -1,13 +1,10 @@
 """Chat templates: Jinja in its sandbox, with the globals and filters of Transformers.
 
-A template comes with a checkpoint, and the lists it loops over come with a request. Every turn of a loop and every call
-of a macro therefore checks the time, and the text has a maximum length.
+A template comes with a checkpoint, and the lists it loops over come with a request. `app.text.sandbox` bounds both.
 """
 
 import json
 import re
-import threading
-import time
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -18,18 +15,16 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 
 from app.config.error import ConfigError
 from app.text.parsers import format_for
+from app.text.sandbox import BoundedEnvironment
 
 
 class ChatTemplateError(ConfigError):
     """A template that cannot be used, or that cannot render the messages. Then the text is for the client."""
 
 
-MAX_SECONDS = 5.0
-MAX_CHARACTERS = 2**25
 _STANDARD_VARIABLES = frozenset(
     ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 )
@@ -49,10 +44,15 @@ class ChatTemplate:
     def __init__(self, source: str | None, special: dict[str, str]) -> None:
         self.source = text = source or ""
         self._special = special
-        environment = _environment()
-        tree = environment.parse(text)
-        self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
-        predefined = _set_before_read(tree) | _STANDARD_VARIABLES | special.keys() | _GLOBALS.keys()
+        self._environment = environment = BoundedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        )
+        environment.globals.update(_GLOBALS)
+        with environment.limits():
+            tree = environment.parse_bounded(text)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
+            predefined = _set_before_read(tree) | _STANDARD_VARIABLES | special.keys() | _GLOBALS.keys()
+            self._template = None if source is None else environment.compile_bounded(tree)
         self.switches = sorted(self.variables - predefined)
         # A template may write the first call of a message and leave others out.
         self.takes_one_call = "message.tool_calls[0]" in text and "in message.tool_calls" not in text
@@ -60,22 +60,20 @@ class ChatTemplate:
         self.writes_reasoning = "reasoning_content" in text or ".thinking" in text  # the latter is gpt-oss's name
         self.writes_names = _MESSAGE_NAME.search(text) is not None
         self.call_format = format_for("auto", text)
-        timeout = environment.extensions[_Timeout.identifier]
-        assert isinstance(timeout, _Timeout)
-        self._timeout = timeout
-        self._template: jinja2.Template | None = None
-        if source is not None:
-            code = environment.compile(timeout.insert_checks(tree))
-            self._template = environment.template_class.from_code(environment, code, environment.make_globals(None))
 
     @classmethod
-    def load(cls, folder: Path, settings: dict[str, Any], special: dict[str, str]) -> "ChatTemplate":
-        """Load chat_template.jinja, else chat_template.json, else `chat_template` of tokenizer_config.json.
+    def load(
+        cls, folder: Path, settings: dict[str, Any], special: dict[str, str], file: Path | None = None
+    ) -> "ChatTemplate":
+        """Load a file, else chat_template.jinja, chat_template.json, or `chat_template` of tokenizer_config.json.
 
         Raises ChatTemplateError, which names the file, if it cannot be read or the template is not Jinja.
         """
+        if file is not None and not file.is_file():
+            why = "is no file; give one with a template in Jinja, because names and texts of templates are not taken"
+            raise ChatTemplateError(f"--chat-template {file} {why}")
         try:
-            if (path := folder / "chat_template.jinja").is_file():
+            if (path := file or folder / "chat_template.jinja").is_file():
                 source: Any = path.read_text(encoding="utf-8")
             elif (path := folder / "chat_template.json").is_file():
                 source = json.loads(path.read_text(encoding="utf-8"))["chat_template"]
@@ -92,7 +90,7 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template in {path} must be a string of Jinja, not {kind}")
         try:
             return cls(source, special)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # Nesting too deep for Python's compiler is no TemplateError.
             raise ChatTemplateError(f"the chat template in {path} cannot be compiled: {error}") from None
 
     def render(
@@ -114,19 +112,17 @@ class ChatTemplate:
         if continue_final_message:
             messages = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + _CUT}]
         variables = dict(switches or {}) | self._special
-        self._timeout.start()
         try:
             if self.call_format is not None and self.call_format.for_template is not None:
                 messages, tools = self.call_format.for_template(messages, tools)
-            text = _joined(
-                self._template.generate(
+            with self._environment.limits():
+                text = self._template.render(
                     variables,
                     messages=messages,
                     tools=tools,
                     documents=None,
                     add_generation_prompt=add_generation_prompt and not continue_final_message,
                 )
-            )
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"The model's chat template refuses these messages: {error}") from None
         except Exception as error:  # A template can raise any exception.
@@ -170,54 +166,6 @@ class _GenerationTag(jinja2.ext.Extension):
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Timeout(jinja2.ext.Extension):
-    """Time limit of a rendering, per thread."""
-
-    def __init__(self, environment: jinja2.Environment) -> None:
-        super().__init__(environment)
-        self._thread = threading.local()
-
-    def start(self) -> None:
-        self._thread.end = time.monotonic() + MAX_SECONDS
-
-    def check(self) -> None:
-        if time.monotonic() > self._thread.end:
-            raise jinja2.TemplateError(f"it takes longer than {MAX_SECONDS:g} s")
-
-    def insert_checks(self, tree: jinja2.nodes.Template) -> jinja2.nodes.Template:
-        """Return `tree` with a check of the time in every loop and every macro."""
-        for node in tree.find_all((jinja2.nodes.For, jinja2.nodes.Macro, jinja2.nodes.CallBlock)):
-            assert isinstance(node, jinja2.nodes.For | jinja2.nodes.Macro | jinja2.nodes.CallBlock)
-            node.body.insert(0, jinja2.nodes.ExprStmt(self.call_method("check"), lineno=node.lineno))
-        return tree
-
-
-def _joined(parts: Iterator[str]) -> str:
-    """Return the parts as one text. Raises jinja2.TemplateError above MAX_CHARACTERS."""
-    text: list[str] = []
-    length = 0
-    for part in parts:
-        length += len(part)
-        if length > MAX_CHARACTERS:
-            raise jinja2.TemplateError(f"it makes more than {MAX_CHARACTERS:,} characters of them")
-        text.append(part)
-    return "".join(text)
-
-
-def _environment() -> jinja2.Environment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, _Timeout, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals.update(_GLOBALS)
-    return environment
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **settings: Any) -> str:
-    """Return JSON without the HTML escapes of Jinja's filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **settings)
 
 
 def _raise_exception(message: str) -> None:

@@ -50,7 +50,7 @@ class GenerationDefaults:
 
 
 class Tokenizer:
-    """Tokenizer of the target in `folder`. Safe to use from several threads.
+    """Tokenizer of the target in `folder`, with the chat template in a file or in the folder. Safe in several threads.
 
     `tokenizer_folder` has the tokenizer and the chat template if they are not the target's own. The sampling defaults
     are those of generation_config.json, if it `has_defaults`, with `overrides` over them; ends of text stay.
@@ -68,6 +68,7 @@ class Tokenizer:
         tokenizer_folder: Path | None = None,
         has_defaults: bool = True,
         overrides: Mapping[str, Any] | None = None,
+        chat_template: Path | None = None,
     ) -> None:
         texts = tokenizer_folder or folder
         path = texts / "tokenizer.json"
@@ -107,7 +108,7 @@ class Tokenizer:
             sampling = {**sampling, **is_sampled, **overrides}
         self.defaults = _defaults(str(generation_path), sampling)
         self.max_new_tokens = most if type(most := sampling.get("max_new_tokens")) is int and most > 0 else None
-        self.chat_template = ChatTemplate.load(texts, settings, special)
+        self.chat_template = ChatTemplate.load(texts, settings, special, chat_template)
 
     def render(
         self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None, **options: Any

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from app.api.shares import NUM_THREADS
-from app.text import chat_template
+from app.text import sandbox
 from tests.fast.api.served import until
 from tests.fast.api.templates import ASK, HEAD, HELLO, NO_THINKING, QWEN, TURN, prompt_of, refusal
 
@@ -142,7 +142,7 @@ def test_switches_are_true_or_false_and_arguments_are_an_object(server, field, v
 
 def test_a_template_that_never_ends_delays_no_other_request(start, background, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(chat_template, "time", clock)
+    monkeypatch.setattr(sandbox, "time", clock)
     server = start("{% for i in range(99999) %}{% for j in range(99999) %}{% set x = j %}{% endfor %}{% endfor %}")
     asked = [background.submit(refusal, server) for _ in range(NUM_THREADS // 2)]  # the share of one client
     until(lambda: len(clock.readers) == len(asked))
@@ -151,7 +151,7 @@ def test_a_template_that_never_ends_delays_no_other_request(start, background, m
     for _ in range(5):
         assert server.http.get("/live").status_code == 200
     assert not any(one.done() for one in asked)
-    clock.now = chat_template.MAX_SECONDS + 0.1
+    clock.now = sandbox.MAX_SECONDS + 0.1
     assert all("longer than 5 s" in one.result()["message"] for one in asked)
 
 

@@ -16,7 +16,7 @@ from app.engine.load.refusals import REFUSALS
 from app.engine.models.kv_pool import bytes_per_token
 from app.messages import EngineInfo
 from app.metrics import TABLE
-from app.text import chat_template
+from app.text import sandbox
 from tests import ROOT
 
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
@@ -112,7 +112,8 @@ def test_the_limits_that_are_told_are_the_codes_own() -> None:
         f"characters, {schemas.MAX_STOP_IDS:,} stop token ids, {schemas.MAX_BIASES:,} entries in `logit_bias`, "
         f"{schemas.MAX_CHOICES} choices, {schemas.MAX_TOOLS} tools",
         f"reads nothing for {connection.STALLED_SECONDS:g} s",
-        f"{chat_template.MAX_SECONDS:g} s and {chat_template.MAX_CHARACTERS // 2**20} Mi characters",
+        f"{sandbox.MAX_SECONDS:g} s and {sandbox.MAX_CHARACTERS // 2**20} Mi characters a rendering, and a value; "
+        f"{sandbox.MAX_MADE // 2**20} Mi characters",
     ):
         assert told in SECURITY, told
     assert f"Idle connections are kept for {connection.SETTINGS['timeout_keep_alive']} s" in PAGE

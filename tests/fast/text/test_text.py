@@ -7,11 +7,12 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from app.config.error import ConfigError
-from app.text import chat_template
+from app.text import sandbox
 from app.text.chat_template import ChatTemplate, ChatTemplateError
 from app.text.tokenizer import GenerationDefaults, PromptTooLong, Tokenizer
 
@@ -222,15 +223,40 @@ def test_encoding_a_large_text_does_not_hold_the_interpreters_lock(folder):
     ids=["loops", "filters", "macros", "calls", "recursive"],
 )
 def test_a_template_that_never_ends_is_ended(monkeypatch, template):
-    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.2)
     began = time.thread_time()
     with pytest.raises(ChatTemplateError, match=r"longer than 0\.2 s|recursion"):
         ChatTemplate(template, {}).render(MESSAGES)
     assert time.thread_time() - began < 3, "of this thread's own, whatever else the machine does"
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x" * (sandbox.MAX_SOURCE + 1),
+        "{{ " + "(" * 3000,
+        "{% for i in [1] %}" * 30 + "{% endfor %}" * 30,
+        "{{ a|urlize }}",
+    ],
+    ids=["long", "deep", "loops", "a filter that is not offered"],
+)
+def test_a_template_that_cannot_be_compiled_is_a_settings_error(folder, source):
+    (folder / "chat_template.jinja").write_text(source)
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja cannot be compiled"):
+        Tokenizer(folder)
+
+
+def test_a_file_replaces_the_folders_template(folder, tmp_path):
+    (folder / "chat_template.jinja").write_text("the folder's")
+    (file := tmp_path / "mine").write_text("mine")
+    assert Tokenizer(folder, chat_template=file).chat_template.render(MESSAGES) == "mine"
+    assert Tokenizer(folder).chat_template.render(MESSAGES) == "the folder's"
+    with pytest.raises(ConfigError, match=r"--chat-template chatml is no file"):
+        Tokenizer(folder, chat_template=Path("chatml"))
+
+
 def test_a_template_that_makes_too_much_text_is_ended(monkeypatch):
-    monkeypatch.setattr(chat_template, "MAX_CHARACTERS", 1000)
+    monkeypatch.setattr(sandbox, "MAX_CHARACTERS", 1000)
     with pytest.raises(ChatTemplateError, match="more than 1,000 characters"):
         ChatTemplate("{% for i in range(99999) %}{{ i }}{% endfor %}", {}).render(MESSAGES)
 
