@@ -2,14 +2,18 @@
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import logging
+import os
 import resource
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import uvicorn
 import uvloop
@@ -30,15 +34,18 @@ _GRACEFUL_SECONDS = 5
 """Time in which uvicorn may write the last bytes of its answers."""
 _SWITCH_SECONDS = 0.0005
 """Time that a thread of Python keeps the interpreter while the event loop waits for it, which Python sets to 5 ms."""
+_MAX_STOP_SECONDS = 60.0
+"""Time after a drain in which HTTP, the engine and the senders of events and spans end, each by its own time limit."""
 
 
 def run(
     config: Config, target_config: Mapping[str, Any] | None = None, engine_command: Sequence[str] = ENGINE_COMMAND
 ) -> int:
-    """Serve until a signal comes, and return the exit code. `target_config` is as for `Server`.
+    """Serve until a signal comes, and end this process. Returns the exit code only if it cannot begin to serve.
 
-    It is 0 after a drain, 2 if the engine or the tokenizer cannot be used with these settings and files, and 1 if the
-    port is taken, too few files may be open, the engine died, or a second signal came.
+    The code is 0 after a drain, 2 if the engine or the tokenizer cannot be used with these settings and files, and 1 if
+    the port is taken, too few files may be open, the engine died, or a second signal came. `target_config` is as for
+    `Server`.
     """
     log.set_up(config.engine.log_level, config.engine.log_format, [*config.api_keys(), *config.admin_key])
     for note in config.notes:
@@ -69,8 +76,7 @@ def run(
             return 1
         sys.setswitchinterval(_SWITCH_SECONDS)
         gc.freeze()  # A full collection then looks at requests only, and not for 60 ms at all that was imported.
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(Process(server, listener).serve())
+        _exit(asyncio.Runner(loop_factory=uvloop.new_event_loop).run(Process(server, listener).serve()))
 
 
 class Process:
@@ -86,7 +92,7 @@ class Process:
         self._display: asyncio.Task[None]
         self._drain_delay = 0.0
         self._should_exit = asyncio.Event()
-        self._force_exit = asyncio.Event()
+        self._num_signals = 0
 
     async def serve(self) -> int:
         """Run the server to its end, and return the exit code."""
@@ -97,13 +103,16 @@ class Process:
             print_error(self._engine.state.reason or "the engine died")
             return 2 if self._engine.state.user_error else 1
         logger.info("stopped")
-        return 1 if self._force_exit.is_set() else 0
+        return 0
 
     def startup(self) -> "asyncio.Task[None]":
         """Start the engine and HTTP. Return the task of HTTP."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._handle_exit, number.name)
+            # Python calls this handler even while the event loop is busy. The loop's one is still called, and it alone
+            # is called twice for two signals that come while a C call holds the interpreter.
+            signal.signal(number, self._count_signal)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             loop.add_signal_handler(signal.SIGHUP, self._handle_hangup)
         for number in (signal.SIGUSR1, signal.SIGUSR2):
@@ -124,36 +133,56 @@ class Process:
             return
         if self._drain_delay:  # /ready says 503, and requests are still taken, so that proxies go elsewhere
             self._server.services.is_leaving = True
-            await _wait_for_first(asyncio.sleep(self._drain_delay), self._force_exit.wait(), self._server.death())
-        if not self._force_exit.is_set():
-            await _wait_for_first(self._server.drain(), self._force_exit.wait())
+            await _wait_for_first(asyncio.sleep(self._drain_delay), self._server.death())
+        await self._server.drain()
 
     async def shutdown(self, serving: "asyncio.Task[None]") -> None:
         """End HTTP, the engine and the display."""
         self._http.should_exit = True
-        if self._force_exit.is_set():
-            self._http.force_exit = True
-            await self._server.stop(grace=0)
         await serving
         await self._server.stop()
         self._display.cancel()
         await asyncio.wait([self._display])
 
     def _handle_exit(self, name: str) -> None:
-        """Begin to drain at the first signal. Force the end at the second."""
+        """Begin to drain at the first signal. End at once at the second."""
         if self._should_exit.is_set():
-            self._force_exit.set()
-            self._http.force_exit = True
-            return
+            self._exit_at_once()
+        config = self._server.config
         if self._engine.state.phase == "ready":  # one that never was has no proxies
-            self._drain_delay = self._server.config.drain_delay
+            self._drain_delay = config.drain_delay
         logger.info("stopping: %s%s", name, f", draining {self._drain_delay:g} s" if self._drain_delay else "")
         self._should_exit.set()
+        # A thread of C, for a C call that never gives the interpreter back.
+        seconds = self._drain_delay + config.shutdown_timeout + _MAX_STOP_SECONDS
+        faulthandler.dump_traceback_later(min(seconds, threading.TIMEOUT_MAX), exit=True)
 
     def _handle_hangup(self) -> None:
         """Begin to drain. A terminal that closes sends this signal more than once, so it never counts as the second."""
         if not self._should_exit.is_set():
             self._handle_exit(signal.SIGHUP.name)
+
+    def _count_signal(self, number: int, frame: FrameType | None) -> None:
+        self._num_signals += 1
+        if self._num_signals > 1:
+            self._exit_at_once()
+
+    def _exit_at_once(self) -> NoReturn:
+        """Kill the engine and end this process, whatever the event loop and the threads do."""
+        try:
+            self._engine.supervisor.kill()
+            logger.info("stopped by a second signal")
+        finally:
+            _exit(1)
+
+
+def _exit(code: int) -> NoReturn:
+    """End this process. An ordinary end would wait for threads, and one of them may work for ever."""
+    try:
+        logging.shutdown()
+        sys.stdout.flush()
+    finally:
+        os._exit(code)
 
 
 class _Http(uvicorn.Server):

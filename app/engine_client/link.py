@@ -47,6 +47,7 @@ class EngineLink:
             socket.linger = 0
         self.addresses = [f"ipc://{self.folder / name}" for name in ("commands", "replies")]
         self._process: asyncio.subprocess.Process | None = None
+        self._session: int | None = None  # of the process, until it was killed
 
     @property
     def num_beats(self) -> int:
@@ -70,6 +71,7 @@ class EngineLink:
                 env=engine_environment(),
                 start_new_session=True,
             )
+            link._session = link._process.pid
             assert link._process.stdin is not None
             link._process.stdin.write(settings.encode() + b"\n")
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -127,8 +129,13 @@ class EngineLink:
 
     def kill(self) -> None:
         """Kill the process, because one that hangs in a device call does not handle SIGTERM. `close` is still due."""
-        if self._process is not None:
-            _kill_session(self._process.pid)
+        if self._session is not None:
+            _kill_session(self._session)
+
+    def abandon(self) -> None:
+        """Kill the process and remove the folder, also while `close` waits. This process is about to end."""
+        self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     async def close(self, grace: float = 0.0) -> None:
         """End the process and free the sockets. After `grace` seconds it is terminated, and then killed."""
@@ -143,7 +150,8 @@ class EngineLink:
                     async with asyncio.timeout(seconds):
                         await process.wait()
             process.stdin.close()
-            _kill_session(process.pid)
+            self.kill()
+            self._session = None
         self._commands.close()
         self._replies.close()
         shutil.rmtree(self.folder, ignore_errors=True)

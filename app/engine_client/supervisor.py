@@ -83,6 +83,7 @@ class Supervisor:
         self._state_changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._link: EngineLink | None = None
+        self._closing: EngineLink | None = None
         self._has_work = asyncio.Event()
         self._num_outputs = 0
         self._first_request_at: float | None = None
@@ -119,6 +120,12 @@ class Supervisor:
             await asyncio.wait({self._task}, timeout=0 if self.state.info is None else grace)
         self._task.cancel()
         await asyncio.wait({self._task})
+
+    def kill(self) -> None:
+        """Kill the engine process and remove its folder without waiting, before this process ends at once."""
+        for link in (self._link, self._closing):
+            if link is not None:
+                link.abandon()
 
     async def next_state(self) -> EngineState:
         """Wait for the state to change, and return it."""
@@ -161,7 +168,7 @@ class Supervisor:
                 self._set_state(EngineState("loading", reason=fatal.reason))
             return fatal
         finally:
-            link, self._link = self._link, None
+            link, self._link, self._closing = self._link, None, self._link
             if link is not None:
                 await link.close(grace)
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests import ROOT
-from tests.fast.api.served import PATIENCE, Script
+from tests.fast.api.served import PATIENCE, Script, until
 from tests.server.own_process import ASK, MAIN, Process, ids
 
 
@@ -71,6 +71,75 @@ def test_nohup_is_honoured_and_signals_without_a_meaning_are_told(script, model_
         assert answer.json()["choices"][0]["text"] == "fine"
         process.popen.send_signal(signal.SIGTERM)
         assert process.wait() == 0
+
+
+WORKS = f"""
+import threading
+from app.text.tokenizer import Tokenizer
+Tokenizer.encode = lambda *_, **__: threading.Event().wait()
+{MAIN}"""
+"""A thread that never ends, as with a tokenizer's regular expression."""
+LOOPS = f"""
+from app.api.server import Server
+async def drain(self):
+    while True:
+        pass
+Server.drain = drain
+{MAIN}"""
+HOLDS = f"""
+import asyncio, re, threading
+from app.api.server import Server
+async def drain(self):
+    threading.Thread(target=re.match, args=("(a+)+b", "a" * 64)).start()
+    await asyncio.sleep(0.1)
+Server.drain = drain
+from app.api import process
+process._MAX_STOP_SECONDS = 0.5
+{MAIN}"""
+"""A C call that never ends and holds the interpreter."""
+
+
+def leave_work_behind(url: str) -> None:
+    """Ask for something that a thread never finishes, and leave."""
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/tokenize", json=ASK, timeout=0.5)
+
+
+@pytest.mark.parametrize("main", [WORKS, LOOPS], ids=["a thread works", "the event loop is busy"])
+def test_a_second_signal_ends_the_server_and_a_deaf_engine_whatever_works(script, model_folder, main):
+    with Process(script, model_folder, main=main) as process:
+        url = process.read_url()
+        engine = Path("/proc", str(script.see("started")["pid"]), "stat")
+        script.order("ready", info=script.info)
+        process.read_until("ready: ")
+        script.order("sleep", seconds=10 * PATIENCE)
+        if main == WORKS:
+            leave_work_behind(url)
+        process.popen.send_signal(signal.SIGTERM)
+        process.read_until("stopping: SIGTERM")
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.wait() == 1
+        assert "stopped by a second signal" in "".join(process.lines())
+    assert not list(script.folder.glob("dflash-*"))
+    until(lambda: not engine.exists() or engine.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def test_a_drain_ends_the_server_although_a_thread_works(script, model_folder):
+    main = WORKS.replace("sys.exit(run", "process._GRACEFUL_SECONDS = 0.5\nsys.exit(run")
+    with Process(script, model_folder, main=main) as process:
+        leave_work_behind(process.ready())
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
+        assert "stopped" in "".join(process.lines())
+    assert not list(script.folder.glob("dflash-*"))
+
+
+def test_one_signal_ends_a_server_whose_interpreter_is_never_given_back(script, model_folder):
+    with Process(script, model_folder, shutdown_timeout=0.2, main=HOLDS) as process:
+        process.ready()
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.wait() == 1
+        assert "most recent call first" in "".join(process.lines())
 
 
 def test_for_the_drain_delay_ready_says_503_and_requests_are_taken(script, model_folder, background):
@@ -172,6 +241,13 @@ def test_an_unusable_file_of_the_tokenizer_is_one_clear_line_and_exit_2_before_t
         assert process.wait() == 2
         said = "".join(process.lines())
     assert said.count("\n") == 1 and name in said
+
+
+def test_a_chat_template_that_is_no_file_is_one_clear_line_and_exit_2(script, model_folder):
+    with Process(script, model_folder, settings="chat_template='chatml'") as process:
+        assert process.wait() == 2
+        said = "".join(process.lines())
+    assert said.count("\n") == 1 and "--chat-template chatml is no file" in said
 
 
 def test_a_tokenizer_larger_than_the_model_is_warned_of_at_start(script, model_folder, tmp_path):
