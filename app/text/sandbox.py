@@ -158,7 +158,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         def bounded(*args: Any, **kwargs: Any) -> Any:
             self.check()
             before, value, rest = args[:first], args[first], args[first + 1 :]
-            if name in _OVER_ITEMS:
+            if name in _OVER_ITEMS and value:  # `map` and others take None for no items
                 value = self._items(value)
             elif name == "join":
                 value = list(self._items(value))

@@ -1,7 +1,5 @@
 """No operation of a chat template takes long or makes much, and the others mean what they mean in Jinja."""
 
-import time
-
 import jinja2
 import pytest
 
@@ -66,10 +64,9 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_no_operation_of_a_template_takes_long_or_makes_much(operation):
-    began = time.thread_time()
-    with pytest.raises(ChatTemplateError, match="refuses these messages"):
+    with pytest.raises(ChatTemplateError, match="refuses these messages") as refused:
         ChatTemplate(OPERATIONS[operation], {}).render(MESSAGES)
-    assert time.thread_time() - began < 3, "of this thread's own, whatever else the machine does"
+    assert "takes longer" not in str(refused.value), "the time is looked at between operations only"
 
 
 def test_a_value_that_is_not_shown_costs_nothing():
@@ -97,6 +94,7 @@ def test_a_value_that_is_not_shown_costs_nothing():
         ("{{ {'b': 1, 'a': 2}|dictsort }}{{ {'b': 1}|items|list }}{{ 'a,b'.split(',')|last }}{{ [1]|first }}", None),
         ("{{ [{'a': 1}, {'a': 0}]|selectattr('a')|list }}{{ ['a', '']|select|list }}", None),
         ("{{ range(3)|reject('odd')|sum }}", None),
+        ("{{ none|map('upper')|list }}{{ none|selectattr('a')|list }}{{ none|rejectattr('a')|list }}", None),
         (
             "{{ 5|default(2000000) }}{{ 'x'|default('y', true) }}{{ dict(a=1).get('b', 3000000) }}{{ '12'|int + 1 }}",
             None,
@@ -115,6 +113,4 @@ def test_what_is_bounded_means_what_it_means_in_jinja(template, text):
 def test_a_template_may_collect_thousands_of_messages():
     collect = "{% set ns = namespace(l=[]) %}{% for m in messages %}{% set ns.l = ns.l + [m] %}{% endfor %}"
     template = ChatTemplate(f"{collect}{{% for m in ns.l %}}{{{{ m.content }}}}{{% endfor %}}", {})
-    began = time.thread_time()
     assert template.render([{"role": "user", "content": "x"}] * 4096) == "x" * 4096
-    assert time.thread_time() - began < 3
