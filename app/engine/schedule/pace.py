@@ -28,8 +28,9 @@ class Pace:
         return self.bound
 
     def record(self, batch: Batch, seconds: float) -> None:
-        """Learn from the time of a step. One with fewer rows than the bound tells of more only if it took too long."""
+        """Learn from the time of a step with prompt rows. One with fewer than the bound tells of more only if it took
+        too long."""
         rows = sum(entry.count for entry in batch.prefills)
         aim = BESIDE_STREAMS_SECONDS if batch.decodes else ALONE_SECONDS
-        if rows and (rows >= self.bound or seconds > aim):
+        if rows >= self.bound or seconds > aim:
             self._rows_per_second = rows / seconds

@@ -280,7 +280,7 @@ class Scheduler:
         if batch.decodes:
             shape = len(batch.decodes), batch.num_drafting, batch.block_rows, batch.num_drafts
             self.policy.record_time(*shape, 1000 * seconds, prefilled=bool(batch.prefills))
-        if self.pace:
+        if self.pace and batch.prefills:
             self.pace.record(batch, seconds)
 
     def max_drafts(self, seq: Sequence, num_in_flight: int = 0) -> int:

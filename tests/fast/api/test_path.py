@@ -10,8 +10,8 @@ from tests.fast.api.errors import CHAT
 from tests.fast.api.served import serving
 
 APP = str(Path(__file__).parents[3] / "app") + "/"
-MAX_FUNCTIONS = 140
-MAX_FILES = 24
+MAX_FUNCTIONS = 150
+MAX_FILES = 25
 
 
 def test_a_chat_request_runs_few_functions_in_few_files(model_folder: Path) -> None:

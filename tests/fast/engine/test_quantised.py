@@ -433,8 +433,8 @@ def test_of_an_original_on_a_hub_only_the_file_of_the_last_norm_is_downloaded(
             save_file({name: tensors[name] for name in tensors if homes[name] == shard}, hub / shard)
         (hub / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
 
-    def download(name: str, allow_patterns: list[str]) -> str:
-        assert name == "some-org/original"
+    def download(name: str, allow_patterns: list[str], revision: str | None) -> str:
+        assert (name, revision) == ("some-org/original", None)
         cache.mkdir(exist_ok=True)
         for file in hub.iterdir():
             if any(fnmatch(file.name, pattern) for pattern in allow_patterns):
