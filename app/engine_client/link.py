@@ -26,7 +26,7 @@ _TERMINATE_SECONDS = 2.0
 _MAX_REPLIES_A_TURN = 32
 # A Unix socket's path has at most 107 bytes; 27 of them are for names in the folder.
 _MAX_FOLDER_BYTES = 80
-_PREFIX, _LOCK = "dflash-", "lock"
+_PREFIX = "dflash-"
 _REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
@@ -38,7 +38,7 @@ class EngineLink:
     """
 
     def __init__(self) -> None:
-        self.folder, self._lock = _private_folder()
+        self.folder, self._heartbeat = _private_folder()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._commands = context.socket(zmq.PUSH)
         self._replies = context.socket(zmq.PULL)
@@ -52,7 +52,8 @@ class EngineLink:
     @property
     def num_beats(self) -> int:
         """The count that the process raises with each layer that it computes."""
-        return int.from_bytes((self.folder / HEARTBEAT).read_bytes(), sys.byteorder)
+        # Not by its name: some hosts remove files in /tmp that are old.
+        return int.from_bytes(os.pread(self._heartbeat.fileno(), 8, 0), sys.byteorder)
 
     @classmethod
     async def open(cls, command: Sequence[str], settings: str) -> "EngineLink":
@@ -155,7 +156,7 @@ class EngineLink:
         self._commands.close()
         self._replies.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-        self._lock.close()
+        self._heartbeat.close()
 
 
 def _kill_session(pid: int) -> None:
@@ -165,9 +166,11 @@ def _kill_session(pid: int) -> None:
 
 
 def _private_folder() -> tuple[Path, IO[bytes]]:
-    """Make a folder that only this user may enter (0700), and hold a lock in it as long as this process lives.
+    """Make a folder that only this user may enter (0700). Return it and the heartbeat's file in it.
 
-    The heartbeat is in it. Folders of processes that were killed are removed. Raise OSError if no parent is writable.
+    The file is locked until it is closed, also by the end of this process. Folders of processes that were killed are
+    removed. Raise OSError if no parent is writable.
+
     Abstract sockets would need no folder, but they have no permissions.
     """
     for parent in (parents := _parents()):
@@ -175,27 +178,28 @@ def _private_folder() -> tuple[Path, IO[bytes]]:
     for parent in parents:
         with contextlib.suppress(OSError):
             folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            unlocked = folder / "unlocked"
             try:
-                (folder / HEARTBEAT).write_bytes(bytes(8))
+                unlocked.write_bytes(bytes(8))
+                heartbeat = unlocked.open("rb")
             except OSError:  # the disk is full
                 shutil.rmtree(folder)
                 raise
-            lock = (folder / "locking").open("wb")
             with contextlib.suppress(OSError):  # some network file systems have no locks
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                Path(lock.name).rename(folder / _LOCK)  # it never has this name while it is free and its owner lives
-            return folder, lock
+                fcntl.flock(heartbeat, fcntl.LOCK_EX)
+            unlocked.rename(folder / HEARTBEAT)  # with this name and no lock it is abandoned
+            return folder, heartbeat
     tried = ", ".join(parents)
     raise OSError(f"no folder for its sockets: {tried} cannot be written to or are full. Set TMPDIR to one that can")
 
 
 def _remove_abandoned(parent: Path) -> None:
     """Remove this user's folders in `parent` whose locks are free: the kernel frees those of a killed process."""
-    for folder in parent.glob(f"{_PREFIX}*"):
+    for folder in parent.glob(f"{_PREFIX}????????"):  # the letters of mkdtemp
         with contextlib.suppress(OSError):
             if folder.lstat().st_uid == os.getuid() and not folder.is_symlink():
-                with (folder / _LOCK).open("rb") as lock:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with (folder / HEARTBEAT).open("rb") as heartbeat:
+                    fcntl.flock(heartbeat, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder, ignore_errors=True)
 
 

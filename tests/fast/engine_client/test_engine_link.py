@@ -18,7 +18,7 @@ from app.config.settings import env_name
 from app.engine_client import link as engine_link
 from app.engine_client.child_process import KEYS, engine_environment
 from app.engine_client.link import EngineLink
-from app.wire import Fatal, Reply
+from app.wire import HEARTBEAT, Fatal, Reply
 
 
 @pytest.mark.exhaustive
@@ -112,7 +112,7 @@ def folders(*names: str) -> Iterator[list[Path]]:
         made = [Path(parent, name) for name in names]
         for folder in made:
             folder.mkdir()
-            (folder / "lock").touch()
+            (folder / HEARTBEAT).touch()
         yield made
 
 
@@ -143,16 +143,17 @@ def test_the_folder_of_a_killed_server_is_removed_by_the_next_start_and_that_of_
 
 
 def test_no_folder_is_removed_that_may_not_be_an_abandoned_one_of_this_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    with folders("dflash-abandoned", "dflash-starting", "victim", "other-abandoned") as (
+    with folders("dflash-orphaned", "dflash-starting", "victim", "other-abandoned", "dflash-models") as (
         abandoned,
         starting,
         victim,
-        _,
+        other,
+        models,
     ):
-        (starting / "lock").rename(starting / "locking")
-        (link := starting.with_name("dflash-link")).symlink_to(victim)
-        (file := starting.with_name("dflash-file")).touch()
-        (nowhere := starting.with_name("dflash-nowhere")).symlink_to("nowhere")
+        (starting / HEARTBEAT).rename(starting / "unlocked")
+        (link := starting.with_name("dflash-linkaway")).symlink_to(victim)
+        (file := starting.with_name("dflash-onlyfile")).touch()
+        (nowhere := starting.with_name("dflash-dangling")).symlink_to("nowhere")
         with monkeypatch.context() as patch:
             patch.setattr("os.getuid", lambda: 12345)
             opened_folder()
@@ -162,12 +163,13 @@ def test_no_folder_is_removed_that_may_not_be_an_abandoned_one_of_this_user(monk
         assert {*starting.parent.iterdir()} == {
             starting,
             victim,
-            victim.with_name("other-abandoned"),
+            other,
+            models,
             link,
             file,
             nowhere,
         }
-        assert (victim / "lock").exists()
+        assert (victim / HEARTBEAT).exists()
 
 
 def test_a_disk_without_locks_serves_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +177,7 @@ def test_a_disk_without_locks_serves_too(monkeypatch: pytest.MonkeyPatch) -> Non
         raise OSError(errno.ENOLCK, "no locks")
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    with folders("dflash-abandoned") as (abandoned,):
+    with folders("dflash-orphaned") as (abandoned,):
         opened_folder()
         assert abandoned.is_dir()
 
@@ -194,3 +196,12 @@ def test_a_full_disk_is_left_as_it_is_and_the_next_one_serves(monkeypatch: pytes
         monkeypatch.setattr(Path, "write_bytes", write_elsewhere)
         assert opened_folder().parent != Path(full)
         assert [*Path(full).iterdir()] == []
+
+
+def test_beats_are_counted_when_a_cleaner_of_old_files_has_removed_the_heartbeat() -> None:
+    link = EngineLink()
+    with (link.folder / HEARTBEAT).open("r+b") as file:
+        (link.folder / HEARTBEAT).unlink()
+        file.write((7).to_bytes(8, sys.byteorder))
+    assert link.num_beats == 7
+    asyncio.run(link.close())
