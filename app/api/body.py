@@ -30,7 +30,7 @@ MIN_BYTES_PER_SECOND = 2**14
 MAX_BYTES_IN_PLACE = 2**15  # of a body that is parsed on the event loop, which takes milliseconds
 _MAX_ERRORS = 16
 _PARSING = threading.Lock()
-"""One thread parses at a time: the interpreter is one, and the event loop has to compete for it with fewer."""
+"""One large body is parsed at a time, so that the event loop competes with one thread for the interpreter."""
 
 BodyT = TypeVar("BodyT", bound=Body)
 
@@ -84,20 +84,20 @@ def _parse_in_turn(
     data: bytearray, model: type[BodyT] | Callable[[dict[str, Any]], type[BodyT]], metrics: Metrics
 ) -> BodyT:
     with _PARSING:
-        return _parse_body(data, model, metrics)
+        gc.disable()  # JSON has no cycles, and a collector that looks for them in a large body takes a second.
+        try:
+            return _parse_body(data, model, metrics)
+        finally:
+            gc.enable()
 
 
 def _parse_body(
     data: bytearray, model: type[BodyT] | Callable[[dict[str, Any]], type[BodyT]], metrics: Metrics
 ) -> BodyT:
-    gc.disable()  # JSON has no cycles, and a collector that looks for them in a large body takes a second.
-    try:
-        raw = _parse_json(data)
-        if not isinstance(raw, dict):
-            raise bad_request("The body must be a JSON object.", code="invalid_json")
-        return parse(raw, model if isinstance(model, type) else model(raw), metrics)
-    finally:
-        gc.enable()
+    raw = _parse_json(data)
+    if not isinstance(raw, dict):
+        raise bad_request("The body must be a JSON object.", code="invalid_json")
+    return parse(raw, model if isinstance(model, type) else model(raw), metrics)
 
 
 def _parse_json(body: bytes | bytearray) -> Any:

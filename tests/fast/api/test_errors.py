@@ -99,7 +99,8 @@ def test_a_body_that_is_announced_as_too_large_is_not_waited_for(server):
 
 
 @pytest.mark.parametrize("content", [b"{}", b"{", b'{"a": 1, "a": 2}'])
-def test_reading_json_does_not_leave_the_collector_off(server, content):
+def test_reading_json_does_not_leave_the_collector_off(server, monkeypatch, content):
+    monkeypatch.setattr("app.api.body.MAX_BYTES_IN_PLACE", 0)
     server.http.post("/v1/completions", content=content)
     assert gc.isenabled()
 
