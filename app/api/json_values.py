@@ -1,7 +1,7 @@
 """Strict JSON, with a bound on its values.
 
-A parser in C holds the interpreter, and with it the event loop, until it has read all of a text. The bound makes that a
-moment.
+A parser in C holds the interpreter, and with it the event loop, until it has read all of a text. The bound keeps that
+short, whatever the text.
 """
 
 import json

@@ -75,7 +75,7 @@ class Services:
             held.close()
 
     async def in_thread(self, request: Request, work: Callable[..., T], *args: Any) -> T:
-        """Return what `work` returns in one of the client's threads. Raises ClientBusy, or ClientDisconnect."""
+        """Return what `work` returns in one of the client's threads. Raises ClientDisconnect."""
         return await unless_gone(request.receive, self._threads.run(self.client_id(request), work, *args))
 
     def deadline(self, request: Request, arrived: float) -> float | None:

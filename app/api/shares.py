@@ -1,6 +1,6 @@
 """Each client's share of the API process: the bytes of its bodies, and threads for its prompts.
 
-A client may hold as much as it leaves free. One alone gets half of all, and a newcomer always finds a part.
+A client may hold as much as it leaves free: one alone gets half, and a newcomer half of the rest.
 """
 
 import asyncio
@@ -17,14 +17,13 @@ from app.engine_client.admission import ClientBusy, Permits
 
 MAX_HELD_BYTES = 2**28
 NUM_THREADS = 4
-MAX_WAITING = 1024
 
 T = TypeVar("T")
 
 
 @dataclass
 class HeldBytes:
-    """Count of the bytes of bodies, by client, from their arrival until their prompts are made."""
+    """Count of the bytes of bodies that have arrived and whose prompts are not made yet, by client."""
 
     total: int = 0
     by_client: Counter[str] = field(default_factory=Counter)
@@ -49,8 +48,8 @@ class Held:
         self._bytes.by_client[self.client_id] += count
         if (of_client := self._bytes.by_client[self.client_id]) > MAX_HELD_BYTES - self._bytes.total:
             raise ClientBusy(
-                f"{of_client:,} bytes of your requests' bodies are held until their prompts are made, which is more "
-                f"than your share of {MAX_HELD_BYTES:,}. Try again when one has been read."
+                f"Bodies of your requests that are being read have {of_client:,} bytes, and a client may have as many "
+                f"as are left free, here {MAX_HELD_BYTES - self._bytes.total:,}. Try again when one has been read."
             )
 
     def close(self) -> None:
@@ -69,10 +68,7 @@ class _Job:
 
 
 class Threads:
-    """Threads that clients use by turns.
-
-    A job waits while its client has as many threads as are free, and a client has at most MAX_WAITING jobs that wait.
-    """
+    """Threads that clients use by turns. A job waits while its client has at least as many threads as are free."""
 
     def __init__(self, num_threads: int = NUM_THREADS) -> None:
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="prompts")
@@ -81,21 +77,20 @@ class Threads:
         self._waiting: dict[str, deque[_Job]] = {}  # the client whose turn is next comes first
 
     async def run(self, client_id: str, work: Callable[..., T], *args: Any) -> T:
-        """Return what `work` returns in a thread. Raises ClientBusy. If it is cancelled, work that waits is dropped."""
+        """Return what `work` returns in a thread. If this is cancelled, work that waits is dropped."""
         waiting = self._waiting.setdefault(client_id, deque())
-        if len(waiting) >= MAX_WAITING:
-            raise ClientBusy(f"{len(waiting)} of your requests wait for a thread. Try again when one has been read.")
         loop = asyncio.get_running_loop()
         job = _Job(partial(contextvars.copy_context().run, work, *args), loop.create_future())
         waiting.append(job)
         self._start(loop)
         try:
             return cast(T, await job.answer)
-        finally:
+        except asyncio.CancelledError:
             if job in waiting:
                 waiting.remove(job)
-            if not waiting and self._waiting.get(client_id) is waiting:
-                del self._waiting[client_id]
+                if not waiting:
+                    del self._waiting[client_id]
+            raise
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the jobs whose turn has come."""

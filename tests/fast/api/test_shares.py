@@ -223,26 +223,6 @@ def test_work_of_a_client_that_left_is_dropped_and_its_thread_comes_back():
     asyncio.run(check())
 
 
-def test_a_clients_waiting_work_has_a_bound(monkeypatch):
-    monkeypatch.setattr(shares, "MAX_WAITING", 2)
-
-    async def check() -> None:
-        work = Work(Threads(2))
-        try:
-            tasks = [work.give("a", name) for name in ("a1", "a2", "a3")]
-            await work.has_begun("a1")
-            with pytest.raises(ClientBusy):
-                await work.threads.run("a", int)
-            other = work.give("b", "b1")
-            await work.has_begun("a1", "b1")
-            work.close()
-            assert await asyncio.gather(*tasks, other) == ["a1", "a2", "a3", "b1"]
-        finally:
-            work.close()
-
-    asyncio.run(check())
-
-
 def test_an_error_in_a_thread_is_raised_where_it_is_awaited():
     async def check() -> None:
         with pytest.raises(ZeroDivisionError):
