@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ _READ_BY_TEMPLATES = {THINK, END_THINK, *qwen3.FORMAT.marks}
 _NONCHARACTERS = "".join(map(chr, range(0xFDD0, 0xFDF0)))
 """Code points that Unicode leaves to programs, so no token has one."""
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SEARCHED_AT_ONCE = 2**14  # characters; `re` holds the interpreter while it searches them
 _MIN_BEGINNING = 2**16  # characters of a text that are encoded to see if the whole is too long
 
 _OVERRIDES = "--override-generation-config"
@@ -81,7 +83,7 @@ class Tokenizer:
             self.backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # The library raises plain Exception.
             raise ConfigError(f"{path} cannot be read: {error}") from None
-        self._control = _control_tokens(self.backend)
+        self._control = _ControlTokens(self.backend)
         self.backend = _with_marks_as_text(self.backend)
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -119,12 +121,10 @@ class Tokenizer:
         spell none. Raises ChatTemplateError.
         """
         texts = list(_texts((messages, tools)))
-        if self._control is None or not any(map(self._control.search, texts)):
+        if all(next(self._control.spelt(text), None) is None for text in texts):
             return self.chat_template.render(messages, tools=tools, **options), ""
         mark = next((mark for mark in _NONCHARACTERS if not any(mark in text for text in texts)), _NONCHARACTERS[0])
-        # A spelling that begins within another is marked too.
-        spelling = re.compile(f"(?={self._control.pattern})(.)", re.DOTALL)
-        messages, tools = _rewritten((messages, tools), lambda text: spelling.sub(rf"\1{mark}", text))
+        messages, tools = _rewritten((messages, tools), lambda text: self._control.marked(text, mark))
         return self.chat_template.render(messages, tools=tools, **options), mark
 
     def encode(
@@ -171,11 +171,29 @@ class Tokenizer:
         return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
 
 
-def _control_tokens(backend: tokenizers.Tokenizer) -> re.Pattern[str] | None:
-    """Return a pattern of the special tokens that only a chat template may write, or None if there are none."""
-    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    written = sorted(token for token in special - _READ_BY_TEMPLATES if len(token) > 1)
-    return re.compile(f"(?:{'|'.join(map(re.escape, written))})") if written else None
+class _ControlTokens:
+    """The special tokens of a tokenizer that only a chat template may write."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+        written = sorted(token for token in special - _READ_BY_TEMPLATES if len(token) > 1)
+        self._longest = max(map(len, written), default=0)
+        # A spelling that begins within another is found too.
+        self._spelling = re.compile(f"(?={'|'.join(map(re.escape, written))})") if written else None
+
+    def spelt(self, text: str) -> Iterator[int]:
+        """Yield where the text spells a control token."""
+        if self._spelling is None:
+            return
+        for start in range(0, len(text), _SEARCHED_AT_ONCE):
+            for found in self._spelling.finditer(text[start : start + _SEARCHED_AT_ONCE + self._longest - 1]):
+                if found.start() < _SEARCHED_AT_ONCE:
+                    yield start + found.start()
+
+    def marked(self, text: str, mark: str) -> str:
+        """Return the text with the mark after the first character of each spelling."""
+        ends = [start + 1 for start in self.spelt(text)]
+        return mark.join(text[start:end] for start, end in pairwise([0, *ends, len(text)]))
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -122,3 +122,12 @@ def test_the_limit_counts_the_text_without_the_marks(tmp_path):
     text, mark = one.render([{"role": "user", "content": "<s>" * 100}])
     num_bytes = len(text.replace(mark, "").encode())
     assert one.encode(text, -(-num_bytes // len("<|im_start|>")), mark=mark)
+
+
+@pytest.mark.parametrize("at_once", range(1, 14))
+def test_a_long_text_is_searched_piece_by_piece_and_no_spelling_is_lost_between_two(at_once, tmp_path, monkeypatch):
+    one = tokenizer(byte_level(), tmp_path)
+    messages = [{"role": "user", "content": EVIL + "<|x<s>|>" + EVIL}]
+    expected = one.render(messages)
+    monkeypatch.setattr("app.text.tokenizer._SEARCHED_AT_ONCE", at_once)
+    assert one.render(messages) == expected
