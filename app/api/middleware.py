@@ -137,7 +137,7 @@ def sent_key(headers: Headers) -> bytes:
 
 
 class BrowserGuard:
-    """Judge of requests that a browser sends for a page of another origin, which may be any page that its user reads.
+    """Check of requests that a browser sends for a page of another origin, which may be any page that its user opens.
 
     Such a page cannot read an answer without CORS, but the request would be served all the same. Pages of `origins`
     may ask ("*": all), and so may the server's own.
@@ -157,15 +157,16 @@ class BrowserGuard:
         if self._checks_host and not _LOCAL_NAME.fullmatch(name := _host_name(host)) and name not in self._hosts:
             raise ApiError(
                 403,
-                f"This server listens to its own machine, and was asked as {clip(host)}, which could be a web page's "
-                f"trick. Use http://127.0.0.1, or set an --api-key, or give --allowed-origins http://{clip(host)}.",
+                f"The `Host` is {clip(host)}, and a server on a loopback address without a key answers only to local "
+                "names, because a web page can bring its own name here. Use http://127.0.0.1, or start the server with "
+                f"--api-key, or with --allowed-origins http://{clip(host)}.",
                 code="host_refused",
             )
         if method not in ("GET", "OPTIONS") and not self._may_post(origin, host, headers.get("sec-fetch-site")):
             raise ApiError(
                 403,
-                f"A page of {clip(origin) or 'another site'} may not ask this server. Give --allowed-origins "
-                f"{clip(origin) or 'ORIGIN'} to the server if it shall.",
+                f"A page of {clip(origin) or 'another site'} may not send requests here. To allow it, start the server "
+                f"with --allowed-origins {clip(origin) or 'ORIGIN'}.",
                 code="origin_refused",
             )
 

@@ -20,7 +20,7 @@ class ClientBusy(Busy):
 class Admission:
     """Count of the requests in flight, from before their prompts are made until the engine is done with them.
 
-    A client's requests count for it from their arrival, also those that only ask for tokens.
+    Requests count for their client from their arrival, also those that only ask for tokens.
 
     `max_queue` requests may wait in addition to the `max_num_seqs` that an engine runs (None: four for each of these).
     `max_per_client` requests of one client, a key or an address, may be in flight (None: no bound).

@@ -26,8 +26,11 @@ STORE = "ranks"
 
 
 def leave_with_parent() -> None:
-    """End this process, in whatever it does, with the one that started it. That holds its stdin open, and on Linux the
-    kernel kills this process too, because one that is stopped reads nothing."""
+    """End this process when the one that started it ends, whose end closes stdin.
+
+    On Linux the kernel kills this process too, because one that is stopped reads nothing. It does so when the thread
+    ends that started this process, so that has to be one that lives as long as its process.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
