@@ -44,7 +44,7 @@ _WITH_WIDTH = {"batch", "center", "indent", "ljust", "rjust", "round", "slice", 
 _BY_WORD = {"title", "urlencode", "wordcount"}
 _CHECK, _MADE, _JOIN = "check time", "made value", "join texts"
 """Names of filters that no template can write."""
-_WIDTH_BY_ARGUMENT = re.compile(r"\*|\{[^{}]*\{")
+_WIDTH_BY_ARGUMENT = re.compile(r"%(?:\([^()]*\))?[-+ #0\d.]*\*|\{[^{}]*\{")
 
 
 class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):

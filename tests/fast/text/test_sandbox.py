@@ -40,6 +40,8 @@ OPERATIONS = {
     "translate": "{{ ('a' * 1000000).translate({97: 'x' * 1000000}) }}",
     "width": "{{ '%1000000000d' % 5 }}",
     "width by star": "{{ '%*d' % (1000000000, 5) }}",
+    "precision by star": "{{ '%-08.*f' % (1000000000, 5.0) }}",
+    "width by star with a name": "{{ '%(a)-*d' % {'a': 1000000000} }}",
     "width of the filter": "{{ '%1000000000d'|format(5) }}",
     "width of the method": "{{ '{:>1000000000}'.format(1) }}",
     "width by field": "{{ '{:>{}}'.format(1, 1000000000) }}",
@@ -78,6 +80,7 @@ def test_a_value_that_is_not_shown_costs_nothing():
     ("template", "text"),
     [
         ("{{ ['%s-%02d' % ('a', 7), '{:>4}|{}'.format('b', 1.5), 'c'.center(3), '%.2f'|format(1)] }}", None),
+        ("{{ '**%s**, * %d' % ('a', 7) }}{{ '* **{}**: {:*^9}'.format('b', 1) }}", None),
         ("{{ [1, 2, 3] + [4] * 2 }}{{ (1, 2) + (3,) }}{{ {'a': [1]}['a'][0] }}{{ 'abc'[1:] ~ 1 ~ none }}", None),
         ("{{ 2 ** 10 + 7 // 2 - 7 % 4 * 3 }}{{ 7 / 2 }}{{ -1 }}{{ 2 ** -1 }}{{ 'ab' * 2 }}", None),
         ("{{ [3, 1, 2]|sort|join(', ') }}{{ 'a'.join(['x', 'y']) }}{{ [1, 2, 3]|batch(2)|list }}", None),
