@@ -26,6 +26,7 @@ logger = logging.getLogger("app.access")
 
 _PROBES = {"/live", "/ready", "/health", "/metrics"}
 OPEN_PATHS = {"/", "/docs", "/markdown-it.js", "/openapi.json", "/live", "/ready", "/health"}
+_MAX_LOGGED = 128  # characters of what a client chose: a path, a header, and by X-Forwarded-For its own address
 MAX_HEADERS = 100
 MAX_HEAD_BYTES = 2**15
 _ROUTING_HEADERS = (
@@ -104,10 +105,15 @@ class RequestIds:
 def _log(scope: Scope, status: int, seconds: float, noted: Mapping[str, Any]) -> None:
     """Log a request with what was noted of it. In the text, names and values of a client are quoted."""
     headers = Headers(scope=scope)
-    more = {"client": scope["client"][0]} if scope.get("client") else {}
+    more = {"client": scope["client"][0][:_MAX_LOGGED]} if scope.get("client") else {}
     more |= {name: value for name, value in noted.items() if value is not None and name != "request_id"}
-    more |= {name: value[:128] for name in _ROUTING_HEADERS if (value := headers.get(name))}
-    head = {"method": scope["method"], "path": quote(scope["path"]), "status": status, "ms": round(1000 * seconds, 1)}
+    more |= {name: value[:_MAX_LOGGED] for name in _ROUTING_HEADERS if (value := headers.get(name))}
+    head = {
+        "method": scope["method"],
+        "path": quote(scope["path"][:_MAX_LOGGED]),
+        "status": status,
+        "ms": round(1000 * seconds, 1),
+    }
     level = logging.DEBUG if scope["path"] in _PROBES else logging.INFO
     text = "".join(f" {name}={quote(str(value), safe='/:,')}" for name, value in more.items())
     logger.log(level, "%s %s %d %.1f ms%s", *head.values(), text, extra={"fields": head | more})

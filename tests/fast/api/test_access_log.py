@@ -90,3 +90,9 @@ def test_statuses_are_counted(own_server: Server) -> None:
     assert 'dflash:http_responses_total{status="500"} 0.0' in own_server.http.get("/metrics").text, (
         "known from the start"
     )
+
+
+def test_a_line_has_no_more_of_a_path_or_an_address_than_names_them(server: Server, access) -> None:
+    server.http.get("/" + "\u00ff" * 1000, headers={"X-Forwarded-For": "a" * 20_000})
+    line = line_of(access)
+    assert len(line["path"]) <= 128 * len("%C3%BF") and len(line["client"]) <= 128
