@@ -13,8 +13,8 @@ from app.text.chat_template import ChatTemplateError
 from app.text.parsers import END_THINK, THINK
 from app.text.tokenizer import PromptTooLong
 
-MAX_COUNTED_CHARACTERS = 2**20
-"""Length of a text whose tokens /tokenize counts, whatever the context."""
+MAX_COUNTED_BYTES = 2**20
+"""Length in UTF-8 of a text whose tokens /tokenize counts, whatever the context. A byte may be a token of 300 bytes."""
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +81,9 @@ def encode(
     """Return the token ids of `text`. `mark` is that of `Tokenizer.render`.
 
     Raises ApiError for a token that the model does not have, and before most of the work for a text that is longer
-    than the context. Without `must_fit` that is raised only above MAX_COUNTED_CHARACTERS.
+    than the context. Without `must_fit` that is raised only above MAX_COUNTED_BYTES.
     """
-    limit = info.max_model_len if must_fit or len(text) > MAX_COUNTED_CHARACTERS else None
+    limit = info.max_model_len if must_fit or len(text.encode()) > MAX_COUNTED_BYTES else None
     try:
         token_ids = services.tokenizer.encode(text, limit, add_special_tokens=add_special_tokens, mark=mark)
     except PromptTooLong as error:

@@ -175,10 +175,11 @@ def test_a_text_beyond_the_context_is_counted(server, kind, length):
 
 
 def test_a_text_far_beyond_the_context_is_counted_up_to_a_bound(server, monkeypatch):
-    monkeypatch.setattr(prompts, "MAX_COUNTED_CHARACTERS", 50_000)
+    monkeypatch.setattr(prompts, "MAX_COUNTED_BYTES", 50_000)
     assert post(server, "/tokenize", prompt="%" * 50_000)["count"] == 50_000
-    error = error_of(server.http.post("/tokenize", json={"prompt": "%" * 200_000}), 400)
-    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    for text in ("%" * 200_000, "\U0001f600" * 40_000):  # 160,000 bytes, each of which is a token
+        error = error_of(server.http.post("/tokenize", json={"prompt": text}), 400)
+        assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
 
 
 @pytest.fixture

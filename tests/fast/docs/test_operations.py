@@ -106,7 +106,7 @@ def test_the_limits_that_are_told_are_the_codes_own() -> None:
         f"{json_values.MAX_VALUES:,} keys, strings, objects, lists and other values",
         f"{json_values.MAX_ITEMS:,} items",
         f"{shares.NUM_THREADS} threads",
-        f"{prompts.MAX_COUNTED_CHARACTERS:,} characters",
+        f"{prompts.MAX_COUNTED_BYTES:,} bytes",
         f"{schemas.MAX_MESSAGES:,} messages, {schemas.MAX_STOPS} stop strings of {schemas.MAX_STOP_LENGTH:,} "
         f"characters, {schemas.MAX_STOP_IDS:,} stop token ids, {schemas.MAX_BIASES:,} entries in `logit_bias`, "
         f"{schemas.MAX_CHOICES} choices, {schemas.MAX_TOOLS} tools",
