@@ -168,7 +168,9 @@ def _warn_of_switches(body: TemplatedRequest, services: Services) -> list[Answer
         shown = clip(name)
         why = f"This model's chat template does not know `{shown}`, which changed nothing. What it knows: {listed}."
         warnings.append(_warning("unknown_template_kwarg", f"chat_template_kwargs.{shown}", why))
-    return warnings[:_MAX_UNKNOWN]
+        if len(warnings) == _MAX_UNKNOWN:
+            break
+    return warnings
 
 
 def warn_of_unknown_fields(body: Body, metrics: Metrics) -> list[AnswerWarning]:
