@@ -7,13 +7,16 @@ short, whatever the text.
 import json
 import math
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 MAX_VALUES = 2**18
-MAX_ITEMS = 3 * 2**19
+MAX_ITEMS = 2**20 + 2**14
+"""Of a prompt of 2**20 token ids, and of what stands beside it."""
 
+sys.set_int_max_str_digits(640)  # A number takes a time that grows with its square. Python allows no less.
 _NOT_COUNTED = bytes(set(range(256)) - set(b"[{.eEn"))  # `true` and `false` have one e, and `null` an n.
 
 

@@ -30,26 +30,20 @@ MEANING = (
 )
 _VOCABULARY = 256
 """Token ids that every model has."""
-_SHORT_TOKENS = 16
+_STORY = Prompt({"prompt": "Once upon a time, there was a"}, exact=True)
+"""Beginning of a stream of words: a token that is a part of a character would be no chunk."""
 _SETTLE_SECONDS = 1.0
 """Time for the streams to run by themselves."""
-
-
-def random_prompt(tokens: int, seed: int) -> Prompt:
-    ids = random.Random(seed).choices(range(_VOCABULARY), k=tokens)
-    return Prompt({"prompt": ids}, exact=True)
 
 
 async def measure(server: Server, options: argparse.Namespace) -> tuple[Row, list[Answer]]:
     """Return a row of the table, and all answers."""
     async with server.connect(options.seconds) as http:
         wishes = {"temperature": 0.0}
-        long = random_prompt(options.prompt_tokens, 0)
+        long = Prompt({"prompt": random.Random(0).choices(range(_VOCABULARY), k=options.prompt_tokens)})
         streamed = [
-            asyncio.create_task(
-                ask(http, server, random_prompt(_SHORT_TOKENS, seed), wishes | {"max_tokens": options.stream_tokens})
-            )
-            for seed in range(1, options.streams + 1)
+            asyncio.create_task(ask(http, server, _STORY, wishes | {"max_tokens": options.stream_tokens}))
+            for _ in range(options.streams)
         ]
         await asyncio.sleep(_SETTLE_SECONDS)
         beside = await ask(http, server, long, wishes | {"max_tokens": 1})

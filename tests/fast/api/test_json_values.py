@@ -88,3 +88,9 @@ def test_an_agents_long_conversation_with_many_tools_is_within_the_limits():
     count = ValueCount()
     count.add(json.dumps({"messages": turn * 1000, "tools": [tool] * 200}).encode())
     assert count.num_values < json_values.MAX_VALUES
+
+
+def test_a_number_of_many_digits_is_refused_before_it_takes_the_square_of_their_time():
+    assert json_values.loads("9" * 640) == int("9" * 640)
+    with pytest.raises(ValueError, match="640 digits"):
+        json_values.loads("[" + "9" * 641 + "]")
