@@ -9,7 +9,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 OPERATIONS = {
     "power": "{{ (messages|length + 8) ** (9 ** 9) }}",
     "power of a constant": "{{ 9 ** (9 ** 9) }}",
-    "power of digits": "{{ ('9' * 4000)|int ** 3000 }}",
+    "power of digits": "{{ ('9' * 600)|int ** 3000 }}",
     "squares": "{% set ns = namespace(x=7) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
     "hexadecimal": "{{ ('f' * 30000000)|int(0, 16) // 3 }}",
     "times": "{{ 'x' * 1000000000 }}",
