@@ -36,6 +36,14 @@ _SETTLE_SECONDS = 1.0
 """Time for the streams to run by themselves."""
 
 
+def gaps(streams: Sequence[Answer], beside: Answer) -> tuple[list[float], list[float]]:
+    """Return the gaps of streams that ended before the prompt of `beside` was sent, and those that overlap with its
+    reading, in seconds."""
+    times = [gap for stream in streams for gap in pairwise(stream.chunks)]
+    before = [end - start for start, end in times if end < beside.sent]
+    return before, [end - start for start, end in times if start < beside.last and end >= beside.sent]
+
+
 async def measure(server: Server, options: argparse.Namespace) -> tuple[Row, list[Answer]]:
     """Return a row of the table, and all answers."""
     async with server.connect(options.seconds) as http:
@@ -49,9 +57,7 @@ async def measure(server: Server, options: argparse.Namespace) -> tuple[Row, lis
         beside = await ask(http, server, long, wishes | {"max_tokens": 1})
         streams = await asyncio.gather(*streamed)
         alone = await ask(http, server, long, wishes | {"max_tokens": 1})
-    gaps = [gap for stream in streams for gap in pairwise(stream.chunks)]
-    before = [end - start for start, end in gaps if end < beside.sent]
-    during = [end - start for start, end in gaps if start < beside.last and end >= beside.sent]
+    before, during = gaps(streams, beside)
     row = {
         "streams": options.streams,
         "prompt tokens": options.prompt_tokens,
