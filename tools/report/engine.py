@@ -43,7 +43,10 @@ def parts(options: Options) -> list[Part]:
 
 
 def demo_engine(device: str, dtype: str = "float32", **config: Any) -> Engine:
-    """Build the demo pair, small enough that prefill chunks, mixed steps and waiting requests all come about."""
+    """Build the demo pair, small enough that prefill chunks, mixed steps and waiting requests all come about.
+
+    A CPU's steps are those of any device: its prompts are not cut by time.
+    """
     wishes: dict[str, Any] = {
         "page_size": 128,
         "max_num_seqs": 6,
@@ -52,9 +55,11 @@ def demo_engine(device: str, dtype: str = "float32", **config: Any) -> Engine:
         "kv_cache_memory": 96 << 20,
         "verify": "full",
     }
-    return build.build_engine(
+    engine = build.build_engine(
         EngineConfig(DEMO / "target", DEMO / "draft", device=device, dtype=dtype, **wishes | config)
     )
+    engine.core.scheduler.pace = None
+    return engine
 
 
 def requests(

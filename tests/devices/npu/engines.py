@@ -21,7 +21,9 @@ HOST_PROCESSOR = {"aclnnSearchSorted", "aclnnCumprod", "aclnnRightShift", "aclnn
 
 def engine(pair: Pair, device: str = "npu:0", dtype: str = "bfloat16", **config: Any) -> EngineCore:
     wishes = {"target": pair.target, "draft": pair.draft, "device": device, "dtype": dtype} | SIZES
-    return build.build_engine(EngineConfig(**UNTIMED | wishes | config)).core
+    core = build.build_engine(EngineConfig(**UNTIMED | wishes | config)).core
+    core.scheduler.pace = None  # a CPU takes the steps of the device that it is compared with
+    return core
 
 
 def requests(max_tokens: int = 12, vocab_size: int = 97, **asked: Any) -> list[Request]:
