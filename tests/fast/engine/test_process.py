@@ -20,7 +20,7 @@ from app.engine.load.engine import Engine
 from app.engine.process import Link, serve
 from app.engine_client.child_process import engine_environment
 from app.messages import Request, SamplingParams, SpecStep, StepOutput, StepStats, TokenDelta
-from app.wire import Abort, Ready, Reply, Shutdown, Stepped, Submit, encode_config
+from app.wire import HEARTBEAT, Abort, Ready, Reply, Shutdown, Stepped, Submit, encode_config
 from tests import UNTIMED
 from tests.fast.engine.lossless import make_engine
 from tests.fast.engine.pairs import Pair, make_pair
@@ -213,6 +213,13 @@ def test_the_log_of_an_engine_has_the_draft_that_was_read_in_the_form_that_was_a
         lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     (line,) = [line for line in lines if line["message"].startswith("draft: layers 2, masks ")]
     assert (line["level"], line["logger"]) == ("DEBUG", "app.engine.dflash.report")
+
+
+@pytest.mark.exhaustive
+def test_the_layers_of_an_engine_are_counted_in_a_file_beside_its_sockets(parent: Parent, pair: Pair):
+    with ready(parent, pair, max_model_len=64):
+        beats = Path(parent.addresses[0].removeprefix("ipc://")).with_name(HEARTBEAT).read_bytes()
+    assert int.from_bytes(beats, sys.byteorder) > 0, "the warm-up has computed some"
 
 
 @pytest.mark.exhaustive

@@ -16,14 +16,17 @@ from app.config.flags import serve_parser
 from app.engine.cpu import backend as cpu_backend
 from app.engine.cpu.backend import CpuBackend
 from app.engine.device.base import Defaults
+from app.engine.device.gated_delta import CHUNK
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import build_engine
 from app.engine.load.memory import CHECKPOINTS_FRACTION, CPU_KV_BYTES, MIN_MODEL_LEN, PER_SEQUENCE, settle_pages
 from app.engine.load.plan import MIN_BATCHED_TOKENS, PREFILL_SHARE, Sizes, settle_sizes
 from app.engine.models.page_pool import SCRATCH_PAGES
 from app.engine.npu import rules as npu_rules
+from app.engine.schedule.pace import FEWEST_ROWS
 from app.messages import Request, SamplingParams
 from tests import UNTIMED
+from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.pairs import Pair, make_pair
 
 DEFAULTS = Defaults(dtype=torch.float32, page_size=16, max_num_seqs=32)
@@ -235,3 +238,15 @@ def test_weights_that_do_not_fit_are_refused_with_both_numbers_before_any_is_rea
     told = str(caught.value)
     assert f"take {needed >> 20} MiB" in told and f"{needed - 1 >> 20} MiB are free on cpu" in told
     assert str(pair.target) in told and str(pair.draft) in told and not read
+
+
+@pytest.mark.parametrize(("hybrid", "rows"), [(False, FEWEST_ROWS), (True, CHUNK)])
+def test_a_cpu_begins_a_prompt_with_few_rows_and_a_hybrids_with_a_chunk_of_the_delta_rule(
+    tmp_path: Path, hybrid: bool, rows: int
+) -> None:
+    make = make_hybrid_pair if hybrid else make_pair
+    pair = make(tmp_path, max_position_embeddings=400)
+    engine = build_engine(EngineConfig(pair.target, pair.draft, device="cpu", max_model_len=300, **UNTIMED))
+    engine.core.add(Request("r", (1,) * 250, 4))
+    engine.core.step()
+    assert [seq.num_computed for seq in engine.core.scheduler.running] == [rows]
