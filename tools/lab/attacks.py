@@ -99,7 +99,7 @@ def attacks() -> dict[str, Attack]:
         "stops": (chat, f'{{"messages":[{user}],"stop":' + _list('"a"') + "}", 4),
         "nested lists": ("/v1/completions", '{"prompt":' + _list("[]") + "}", 4),
         "lists of ids": ("/v1/completions", '{"prompt":' + _list(_list("9", 1000)) + "}", 4),
-        "ids at the limit": ("/v1/completions", '{"prompt":' + _list(_list("9", 1000), 1570) + "}", 4),
+        "ids at the limit": ("/v1/completions", '{"prompt":' + _list(_list("9", 1000), 1063) + "}", 4),
         "items": ("/v1/responses", '{"input":' + _list(user) + "}", 4),
     }
     return {name: Attack(path, body.encode(), connections) for name, (path, body, connections) in bodies.items()}
