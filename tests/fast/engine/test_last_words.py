@@ -2,6 +2,7 @@
 
 import io
 import sys
+import tempfile
 import threading
 import traceback
 from pathlib import Path
@@ -66,6 +67,8 @@ def ended_by(message: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Fatal, str]
     monkeypatch.setattr(process.wire, "decode_config", lambda line: EngineConfig(Path("target")))
     monkeypatch.setattr(process, "_info", lambda engine, config: None)
     monkeypatch.setattr(process, "build_engine", lambda config, progress, join: engine)
+    monkeypatch.setattr(process.heartbeat, "share", lambda file: None)
+    monkeypatch.setattr(tempfile, "tempdir", None)  # main() changes it, and this process goes on
     monkeypatch.setattr(sys, "argv", ["process", "commands", "replies"])
     monkeypatch.setattr(sys, "stdin", io.StringIO("{}\n"))
     with pytest.raises(RuntimeError) as raised:
