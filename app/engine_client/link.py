@@ -169,9 +169,7 @@ def _private_folder() -> tuple[Path, IO[bytes]]:
     """Make a folder that only this user may enter (0700). Return it and the heartbeat's file in it.
 
     The file is locked until it is closed, also by the end of this process. Folders of processes that were killed are
-    removed. Raise OSError if no parent is writable.
-
-    Abstract sockets would need no folder, but they have no permissions.
+    removed. Raise OSError if no parent is writable. Abstract sockets would need no folder, but have no permissions.
     """
     for parent in (parents := _parents()):
         _remove_abandoned(Path(parent))
