@@ -6,7 +6,15 @@ from typing import Any
 
 from app.engine.checkpoint.fields import MOST, Raw, fields, flag, number, only, positive
 from app.engine.checkpoint.quantised import check_method
-from app.engine.checkpoint.shapes import AttentionMask, DecoderConfig, Llama3Scaling, MoeConfig, RopeConfig, YarnScaling
+from app.engine.checkpoint.shapes import (
+    AttentionMask,
+    DecoderConfig,
+    Llama3Scaling,
+    MoeConfig,
+    RopeConfig,
+    RopeDivisors,
+    YarnScaling,
+)
 from app.engine.errors import UnsupportedError
 
 EXPERTS_ALIGNMENT = 8
@@ -19,6 +27,8 @@ _PAIR_KEYS = ("is_neox_style", "rope_is_neox_style")
 _ROPE_KEYS = {"rope_type", "type", "rope_theta", "rope_dim", *_PAIR_KEYS}
 _SCALING_KEYS = {
     "default": set[str](),
+    "linear": {"factor"},
+    "divisors": {"divisors"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"},
 }
@@ -88,8 +98,10 @@ def rope_config(raw: Raw, head_dim: int) -> tuple[RopeConfig, int]:
         raise UnsupportedError(f"rope_dim {dim} must be even, and at most head_dim {head_dim}, which must be even too")
     longest = positive(raw, "max_position_embeddings", 32768)
     original = positive({**rope, **raw}, "original_max_position_embeddings", longest)
-    scaling: Llama3Scaling | YarnScaling | None = None
-    if kind == "llama3":
+    scaling: Llama3Scaling | YarnScaling | RopeDivisors | None = None
+    if kind in ("linear", "divisors"):
+        scaling = _divisors(rope, kind, dim // 2)
+    elif kind == "llama3":
         factor, low, high = (number(rope, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
         if high <= low:
             raise UnsupportedError(f"RoPE parameter high_freq_factor {high} must exceed low_freq_factor {low}")
@@ -107,6 +119,16 @@ def rope_config(raw: Raw, head_dim: int) -> tuple[RopeConfig, int]:
         raise UnsupportedError(f"{' and '.join(_PAIR_KEYS)} disagree, in config.json or its RoPE parameters")
     theta = number({"rope_theta": raw.get("rope_theta"), **rope}, "rope_theta", 10000.0)
     return RopeConfig(theta, scaling, None if dim == head_dim else dim, adjacent_pairs=False in styles), longest
+
+
+def _divisors(rope: Raw, kind: str, pairs: int) -> RopeDivisors:
+    """Return what the frequencies of all pairs are divided by. Raises UnsupportedError."""
+    if kind == "linear":
+        return RopeDivisors((number(rope, "factor"),) * pairs)
+    given = rope.get("divisors")
+    if not isinstance(given, list) or len(given) != pairs:
+        raise UnsupportedError(f"RoPE parameter divisors must be {pairs} numbers, found {given!r:.200}")
+    return RopeDivisors(tuple(number({f"divisors[{i}]": value}, f"divisors[{i}]") for i, value in enumerate(given)))
 
 
 def _refuse_variants(raw: Raw, experts: bool, quantised: tuple[str, ...]) -> None:

@@ -43,12 +43,19 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class RopeDivisors:
+    """RoPE scaling by a table: pair i turns `divisors[i]` times slower. Linear scaling has the same one for all."""
+
+    divisors: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RopeConfig:
     """RoPE of a decoder: the first `dim` dims of a head turn, all of them if None. Dims (i, dim / 2 + i) turn together,
     or (2i, 2i + 1) with `adjacent_pairs`."""
 
     theta: float
-    scaling: Llama3Scaling | YarnScaling | None = None
+    scaling: Llama3Scaling | YarnScaling | RopeDivisors | None = None
     dim: int | None = None
     adjacent_pairs: bool = False
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from app.engine.checkpoint.shapes import Llama3Scaling, RopeConfig, YarnScaling
+from app.engine.checkpoint.shapes import Llama3Scaling, RopeConfig, RopeDivisors, YarnScaling
 from app.engine.device.base import Backend, Rotation
 
 
@@ -33,6 +33,8 @@ def frequencies(rope: RopeConfig, dim: int) -> Tensor:
             return _llama3(plain, scaling)
         case YarnScaling() as scaling:
             return _yarn(plain, scaling, rope.theta, dim)
+        case RopeDivisors(divisors):
+            return plain / torch.tensor(divisors)
     return plain
 
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from app.engine.checkpoint.decoder import rope_config
-from app.engine.checkpoint.shapes import Llama3Scaling, RopeConfig, YarnScaling
+from app.engine.checkpoint.shapes import Llama3Scaling, RopeConfig, RopeDivisors, YarnScaling
 from app.engine.cpu.backend import CpuBackend
 from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
-from app.engine.models.rope import RotaryTable, head_order, reordered
+from app.engine.models.rope import RotaryTable, frequencies, head_order, reordered
 
 CPU = torch.device("cpu")
 LLAMA3 = {
@@ -39,6 +39,16 @@ def test_yarn_has_the_papers_defaults_and_takes_all_parameters() -> None:
     assert scaling == YarnScaling(4.0, 32768, 16.0, 2.0, 1.5, truncate=False)
 
 
+def test_linear_scaling_divides_all_frequencies_and_divisors_each_its_own() -> None:
+    plain = frequencies(read(), 64)
+    linear = read(rope_scaling={"type": "linear", "factor": 2.5})
+    assert linear.scaling == RopeDivisors((2.5,) * 32)
+    assert torch.equal(frequencies(linear, 64), plain / 2.5)
+    divisors = [1.0 + i for i in range(32)]
+    each = read(rope_parameters={"rope_type": "divisors", "divisors": divisors})
+    assert torch.equal(frequencies(each, 64), plain / torch.tensor(divisors))
+
+
 def test_yarn_makes_the_context_longer_and_llama3_does_not() -> None:
     for scaling, longest in (
         ({"rope_type": "yarn", **YARN}, 131072),
@@ -57,6 +67,9 @@ def test_yarn_makes_the_context_longer_and_llama3_does_not() -> None:
         ({"rope_scaling": {"rope_type": "yarn"}}, "factor is missing"),
         ({"rope_scaling": {"rope_type": "yarn", **YARN, "truncate": 1}}, "truncate must be true or false"),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "must exceed low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": {"rope_type": "divisors", "divisors": [1.0] * 31}}, "divisors must be 32 numbers"),
+        ({"rope_scaling": {"rope_type": "divisors", "divisors": [1.0, 0.0] * 16}}, r"divisors\[1\] must be a positive"),
         ({"rope_scaling": {"rope_dim": 80}}, "rope_dim 80 must be even, and at most head_dim 64"),
         ({"rope_scaling": {"rope_dim": 31}}, "rope_dim 31"),
         ({"is_neox_style": "no"}, "is_neox_style"),
