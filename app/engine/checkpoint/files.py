@@ -10,10 +10,14 @@ from typing import Any, Literal, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from app.engine.checkpoint.fields import fields, file_below
+from app.engine.checkpoint.gguf import GgufHeader, read_header
+from app.engine.checkpoint.gguf_config import config_of, plain_name
 from app.engine.checkpoint.quantised import refuse_formats
 from app.engine.errors import UnsupportedError
 
 DEMO = Path(__file__).parents[2] / "demo" / "checkpoint"
+GGUF_FILE = "model.gguf"
+"""The weights and the config of a folder that has them in one GGUF file."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = (
@@ -31,7 +35,7 @@ _MAX_JSON_MIB = 256
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor is stored: its file, its name there, its shape, and its dtype as safetensors names it."""
+    """Where a tensor is stored: its file, its name there, its shape, and its dtype as safetensors or ggml name it."""
 
     file: Path
     name: str
@@ -48,7 +52,15 @@ class Checkpoint:
         self._around = folder.parent if folder.is_file() else folder
 
     @cached_property
+    def gguf(self) -> GgufHeader | None:
+        """The header of the folder's GGUF file, or None without one."""
+        file = self.folder / GGUF_FILE
+        return read_header(file) if file.exists() or file.is_symlink() else None
+
+    @cached_property
     def config(self) -> dict[str, Any]:
+        if self.gguf:
+            return config_of(self.gguf)
         return {} if self.folder.is_file() else read_config(self.folder)
 
     @cached_property
@@ -62,6 +74,9 @@ class Checkpoint:
         """The tensors by their names without `model.` and `language_model.` before them, because files differ in these.
         A single file goes before an index, as in Transformers. Raises UnsupportedError unless all files are there and
         whole, and if a name says that the weights are quantised in a way that is not read."""
+        if header := self.gguf:
+            named = ((plain_name(name), tensor) for name, tensor in header.tensors.items())
+            return {name: StoredTensor(header.file, t.name, t.shape, t.type) for name, t in named if name}
         stored = _stored_tensors(self.folder)
         refuse_formats(self._around, {name: tensor.dtype for name, tensor in stored.items()}, self.description)
         return stored

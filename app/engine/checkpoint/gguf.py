@@ -64,10 +64,11 @@ class GgufTensor(NamedTuple):
 
 
 class GgufHeader(NamedTuple):
-    """What stands before the weights. Values of metadata are Python's, and arrays are lists."""
+    """What stands before the weights of a file. Values of metadata are Python's, and arrays are lists."""
 
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
+    file: Path
 
 
 def read_header(file: Path) -> GgufHeader:
@@ -109,7 +110,7 @@ class _Reader:
             if tensor.name in tensors:
                 raise self._wrong(f"has the tensor {tensor.name!r:.200} twice; convert the model again")
             tensors[tensor.name] = tensor
-        return GgufHeader(metadata, self._placed(tensors, metadata.get("general.alignment", 32)))
+        return GgufHeader(metadata, self._placed(tensors, metadata.get("general.alignment", 32)), self._file)
 
     def _start(self) -> None:
         """Pass magic and version."""

@@ -1,10 +1,11 @@
-"""Weights from safetensors files, by name and expected shape."""
+"""Weights from the files of a checkpoint, by name and expected shape."""
 
 import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -46,8 +47,9 @@ def target_class(model_type: str) -> type[Target]:
 
 
 class SafetensorsWeights:
-    """The safetensors of one checkpoint, single or sharded, read straight to the device when asked for. Raises
-    UnsupportedError if they are not whole. `get` returns a quantised weight dequantised."""
+    """The safetensors of one checkpoint, single or sharded, read straight to the device when asked for, or its GGUF
+    file, dequantised while it is read. Raises UnsupportedError if they are not whole. `get` returns a quantised weight
+    dequantised."""
 
     def __init__(
         self,
@@ -63,8 +65,15 @@ class SafetensorsWeights:
         paths = {tensor.file for tensor in self._files.values()}
         self._kept, foreign = kept, {"F8_E4M3"} - set(kept)
         self._place = torch.device("cpu") if any(t.dtype in foreign for t in self._files.values()) else device
-        self._open = {path: safe_open(path, framework="pt", device=str(self._place)) for path in paths}
-        self._total = sum(path.stat().st_size for path in paths)
+        self._open: dict[Path, Any]
+        if checkpoint.gguf:
+            from app.engine.load.gguf import GgufFile  # the package takes 50 ms, and few checkpoints need it
+
+            self._open = {path: GgufFile(checkpoint.gguf, dtype) for path in paths}
+            self._total = sum(math.prod(tensor.shape) for tensor in self._files.values()) * dtype.itemsize
+        else:
+            self._open = {path: safe_open(path, framework="pt", device=str(self._place)) for path in paths}
+            self._total = sum(path.stat().st_size for path in paths)
         self._read, self._used = 0, set[str]()
         self._scales = Scales(checkpoint, self._files.keys(), self._stored, self._used)
 
