@@ -164,8 +164,9 @@ def _runner(
         window_pages=sizes.window_pages,
     )
     length = max(sizes.padded_len, plan.max_rows)
-    tables = {(d.rope, d.head_dim): RotaryTable(d.rope, d.head_dim, length, plan.dtype, backend) for d in plan.decoders}
-    rotaries = [tables[d.rope, d.head_dim] for d in plan.decoders]  # one lookup for target and context KV
+    ropes = [(replace(d.rope, adjacent_pairs=False), d.head_dim) for d in plan.decoders]  # the same angles either way
+    tables = {rope: RotaryTable(*rope, length, plan.dtype, backend) for rope in ropes}
+    rotaries = [tables[rope] for rope in ropes]  # one lookup for target and context KV
     pools = [KvPool(plan.target, num_pages, sizes.page_size, plan.dtype, backend, states)]
     drafter = None
     if plan.draft and draft:

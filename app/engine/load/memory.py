@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from app.config.engine import EngineConfig
+from app.engine.checkpoint.files import GGUF_FILE
 from app.engine.comm.comm import Comm
 from app.engine.device.base import Backend
 from app.engine.device.gated_delta import CHUNK
@@ -48,7 +49,9 @@ def check_weights(plan: Plan, target: Weights, draft: Weights | None, backend: B
     told = f"the weights take {needed >> 20} MiB ({listed}), and {free >> 20} MiB are free on {backend.device}"
     logger.info(told)
     if needed > free:
-        raise UnsupportedError(f"{told}, too few: free some, or give a smaller model or --quantization int8")
+        widened = f"; of a GGUF file they take {plan.dtype.itemsize} bytes a weight, whatever its types"
+        why = widened if (config.target / GGUF_FILE).exists() else ""
+        raise UnsupportedError(f"{told}, too few: free some, or give a smaller model or --quantization int8{why}")
 
 
 def make_states(plan: Plan, backend: Backend, comm: Comm) -> StatePool | None:

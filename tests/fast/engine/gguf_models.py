@@ -1,6 +1,6 @@
 """A target's folder as one GGUF file, with the tensors and metadata that llama.cpp's converter writes.
 
-`tests/exhaustive/test_gguf_converter.py` holds it against the converter itself, where llama.cpp's source is.
+tests/golden/gguf has files that the converter itself wrote, of originals that are made again here.
 """
 
 import json
@@ -15,12 +15,37 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
+
+from tests import GOLDEN
+from tests.fast.engine.pairs import LLAMA3, make_pair
 
 Json = dict[str, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Quantise = Callable[[Tensor], tuple[GGMLQuantizationType, np.ndarray[Any, Any]]]
 """Returns the type and the stored form of a matrix [rows, columns] fp32."""
+CONVERTED = GOLDEN / "gguf"
+QUANTISED = CONVERTED / "blocks.json"
+YARN: Json = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
+    "beta_fast": 20.0, "beta_slow": 2.0, "attention_factor": 1.3,
+}  # fmt: skip
+TINY: Json = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "taps": (0,),
+}
+ORIGINALS: dict[str, tuple[Json, str]] = {
+    "llama": ({"rope_theta": 5e5, "rope_scaling": LLAMA3, "biases": True}, "bf16"),
+    "qwen2": ({"rope_scaling": {"rope_type": "linear", "factor": 3.0}, "tied": True}, "q8_0"),
+    "qwen3": ({"rope_scaling": YARN, "biases": True}, "f16"),
+}
+"""Arguments of `make_pair` for each family, and the converter's outtype."""
 NAMES = {
     r"model\.embed_tokens": "token_embd",
     r"model\.norm": "output_norm",
@@ -32,6 +57,22 @@ NAMES = {
     r"self_attn\.([qk])_norm": r"attn_\1_norm",
     r"mlp\.(gate|up|down)_proj": r"ffn_\1",
 }
+
+
+def write_original(folder: Path, family: str, *, tokenizer: bool = False) -> Path:
+    """Write a target of ORIGINALS with weights that are exact in 16 bits and alike on every machine. Return its folder.
+    The `tokenizer` has a token for each of a few bytes."""
+    target = make_pair(folder, family=family, **TINY | ORIGINALS[family][0]).target
+    tensors = load_file(target / "model.safetensors")
+    for i, (name, tensor) in enumerate(sorted(tensors.items())):
+        numbers = (torch.arange(tensor.numel()) + 1009 * i) * 40503 % 65521 % 255 - 127
+        tensors[name] = numbers.view(tensor.shape) / 256.0
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    if tokenizer:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: TINY["vocab_size"] - 8]  # Transformers adds some
+        Tokenizer(models.BPE({byte: i for i, byte in enumerate(alphabet)}, [])).save(str(target / "tokenizer.json"))
+        (target / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return target
 
 
 def as_type(kind: str) -> Quantise:
@@ -93,8 +134,9 @@ def metadata_of(config: Json) -> Json:
         "rope.freq_base": float(rope["rope_theta"]),
         "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
     }
-    if "head_dim" in config:
-        keys |= {f"attention.{kind}_length": config["head_dim"] for kind in ("key", "value")}
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    if "head_dim" in config or arch == "llama":
+        keys |= {f"attention.{kind}_length": head_dim for kind in ("key", "value")}
     if (kind := rope.get("rope_type")) in ("linear", "yarn"):
         keys |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
     if kind == "yarn":
@@ -102,8 +144,7 @@ def metadata_of(config: Json) -> Json:
         renamed = {"attention_factor": "attn_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
         keys |= {f"rope.scaling.yarn_{key}": float(rope[name]) for name, key in renamed.items() if name in rope}
     if arch == "llama":
-        keys |= {"vocab_size": config["vocab_size"]}
-        keys |= {"rope.dimension_count": config.get("head_dim") or config["hidden_size"] // heads}
+        keys |= {"vocab_size": config["vocab_size"], "rope.dimension_count": head_dim}
     tokens = [f"<{i}>" for i in range(config["vocab_size"])]
     named = {f"{arch}.{key}": value for key, value in keys.items()}
     return {"general.architecture": arch} | named | {"tokenizer.ggml.tokens": tokens}
