@@ -202,7 +202,7 @@ _OFFLOAD = (
     "--enable-memory-saver --enable-weights-cpu-backup"
 )
 _GGUF = (
-    "--hf-repo -hf -hfr --hf-file -hff --model-url -mu --docker-repo -dr --hf-repo-draft -hfd -hfrd --spec-draft-hf "
+    "--hf-file -hff --model-url -mu --docker-repo -dr --hf-repo-draft -hfd -hfrd --spec-draft-hf "
     "--models-dir --models-preset --models-max --override-kv"
 )
 _CONFIG = (
@@ -253,7 +253,7 @@ _N_GRAMS = (
 _QUANTISED = "--torchao-config --modelopt-quant --quantization-param-path --speculative-draft-model-quantization"
 
 PEER_FLAGS = (
-    PeerFlag("--model --model-path -m", "same", "model"),
+    PeerFlag("--model --model-path -m --hf-repo -hf -hfr", "same", "model"),
     PeerFlag(
         "--speculative-draft-model-path --speculative-draft-model --model-draft -md --spec-draft-model "
         "--speculative-config.model",
@@ -338,7 +338,9 @@ PEER_FLAGS = (
         "auto float32",
         "recurrent states are float32; give auto",
     ),
-    PeerFlag("--load-format", "only", "auto safetensors fastsafetensors", "safetensors are loaded; give auto"),
+    PeerFlag(
+        "--load-format", "only", "auto safetensors fastsafetensors gguf", "safetensors and GGUF are loaded; give auto"
+    ),
     PeerFlag("--tokenizer-mode", "only", "auto", "tokenizer.json is read; give auto"),
     PeerFlag("--config-format", "only", "auto hf", "config.json is read; give auto"),
     PeerFlag("--model-impl", "only", "auto vllm sglang", "models are this server's own; give auto"),
@@ -421,7 +423,7 @@ PEER_FLAGS = (
     PeerFlag("--cors-origins", "refused", note="give --allowed-origins ORIGIN ..., with blanks and not commas"),
     PeerFlag("--allow-credentials --cors-credentials", "refused", note="keys come in a header, which needs no cookies"),
     PeerFlag("-n", "refused", note="write --predict for llama-server's, or --nnodes for vLLM's"),
-    PeerFlag(_GGUF, "refused", note="GGUF is not read; give the safetensors' repository as MODEL"),
+    PeerFlag(_GGUF, "refused", note="give FILE.gguf or REPO:Q4_K_M as MODEL, and a draft as safetensors"),
     PeerFlag("--tokenizer-revision", "refused", note="give a folder of that revision as --tokenizer"),
     PeerFlag("--download-dir", "refused", note="set HF_HUB_CACHE in the environment"),
     PeerFlag("--hf-token -hft", "refused", note="set HF_TOKEN in the environment"),
@@ -431,7 +433,7 @@ PEER_FLAGS = (
         "refused",
         note="the template called default is used; leave it out",
     ),
-    PeerFlag(_CONFIG, "refused", note="write it to config.json in MODEL; RoPE may be scaled by yarn or llama3"),
+    PeerFlag(_CONFIG, "refused", note="write it to config.json in MODEL; RoPE may be linear, yarn or llama3"),
     PeerFlag(_QUANTISED, "refused", note="give --quantization int8, or a MODEL that is quantised"),
     PeerFlag(f"{_LORA} --control-vector", "refused", note="merge the adapter into the weights"),
     PeerFlag(_TLS, "refused", note="a proxy in front of the server ends TLS"),

@@ -137,8 +137,12 @@ JsonObject = Annotated[dict[str, Any], _if_text(parse_json)]
 Bytes = Annotated[PositiveInt, _if_text(parse_bytes)]
 Tokens = Annotated[int, _if_text(parse_tokens)]
 Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], _spelt(DTYPES)]
-_READ = "auto reads FP8, W8A8 and int8 as stored, and int8 rounds other weights; AWQ, GPTQ and others are not read"
-Quantization = Annotated[str, _spelt({"none": "auto"}), require({"auto", "int8", *STORED}.__contains__, _READ)]
+_READ = (
+    "auto reads FP8, W8A8, int8 and GGUF as stored, and int8 rounds other weights; AWQ, GPTQ and others are not read"
+)
+Quantization = Annotated[
+    str, _spelt({"none": "auto", "gguf": "auto"}), require({"auto", "int8", *STORED}.__contains__, _READ)
+]
 _DEVICE = re.compile(r"auto|cpu|(cuda|npu)(:\d+)?")
 Device = Annotated[str, require(_DEVICE.fullmatch, "a device is auto, cpu, cuda, cuda:N, npu or npu:N")]
 NumDrafts = Annotated[

@@ -49,7 +49,7 @@ BLOCKS = {
     39: ("MXFP4", 32, 17),
 }
 """The types of tensors that are read, by number: name, weights in a block, and bytes of a block."""
-_OTHERS = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 40: "NVFP4", 41: "Q1_0"}
+UNREAD = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 40: "NVFP4", 41: "Q1_0"}
 _AGAIN = "download it again"
 
 
@@ -155,7 +155,7 @@ class _Reader:
         kind, offset = self._scalar("I"), self._scalar("Q")
         if kind not in BLOCKS:
             known = ", ".join(name for name, _, _ in BLOCKS.values())
-            raise self._wrong(f"{told} of type {_OTHERS.get(kind, kind)}, which is not supported; supported: {known}")
+            raise self._wrong(f"{told} of type {UNREAD.get(kind, kind)}, which is not supported; supported: {known}")
         kind_name, block, block_bytes = BLOCKS[kind]
         if 0 in shape or shape[-1] % block:
             raise self._wrong(f"{told} of shape {shape}, in rows of {kind_name} blocks of {block} weights; {_AGAIN}")

@@ -9,7 +9,7 @@ from torch import Tensor
 from app.engine.checkpoint.gguf import GgufHeader, GgufTensor
 from app.engine.errors import UnsupportedError
 
-_ROWS = 1024
+_ROWS = 256
 """Rows that are dequantised at once: a whole tensor in fp32 would need several times the memory that it is for."""
 
 

@@ -219,4 +219,4 @@ def test_the_types_have_the_sizes_that_ggml_gives_them() -> None:
     for kind, (name, block, size) in gguf.BLOCKS.items():
         assert GGML_QUANT_SIZES[GGMLQuantizationType(kind)] == (block, size) and GGMLQuantizationType(kind).name == name
     known = {kind.value: kind.name for kind in GGMLQuantizationType if kind.value not in gguf.BLOCKS}
-    assert known == gguf._OTHERS
+    assert known == gguf.UNREAD
