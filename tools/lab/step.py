@@ -25,7 +25,7 @@ from app.engine.checkpoint.files import find_folder, read_config
 from app.engine.device.factory import make_backend
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import Engine, build_engine
-from app.engine.load.loader import SafetensorsWeights
+from app.engine.load.loader import CheckpointWeights
 from app.engine.load.memory import CPU_KV_BYTES
 from app.engine.models.kv_pool import bytes_per_token
 from tools.bench.command import out_folder, progress
@@ -113,7 +113,7 @@ def load(options: argparse.Namespace) -> tuple[Engine, float | None]:
     try:
         with TemporaryDirectory() as folder:
             config = engine_config(options, *_checkpoints(options, Path(folder)))
-            weights = random_weights.RandomWeights if options.random_weights else SafetensorsWeights
+            weights = random_weights.RandomWeights if options.random_weights else CheckpointWeights
             engine = build_engine(config, open_weights=weights)
     except UnsupportedError as error:
         raise ConfigError(str(error)) from None

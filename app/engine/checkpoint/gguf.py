@@ -136,7 +136,6 @@ class _Reader:
             raise self._wrong(f"has metadata of the unknown type {kind}: {key!r:.200}; {_AGAIN}")
         inner, count = self._scalar("I"), self._scalar("Q")
         if inner == _STRING:
-            self._need(8 * count)  # the length of each
             return [self._string() for _ in range(count)]
         if inner not in _SCALARS:
             what = "arrays, which no model needs" if inner == _ARRAY else f"the unknown type {inner}"

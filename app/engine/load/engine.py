@@ -22,7 +22,7 @@ from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.dflash.model import DFlashModel
 from app.engine.dflash.report import log_draft
 from app.engine.errors import UnsupportedError
-from app.engine.load.loader import OpenWeights, SafetensorsWeights
+from app.engine.load.loader import CheckpointWeights, OpenWeights
 from app.engine.load.made_up_steps import measure_costs, step_memory
 from app.engine.load.memory import kv_bytes, make_state_slots, make_states, with_pages
 from app.engine.load.models import Progress, read_models
@@ -73,7 +73,7 @@ class Engine:
 def build_engine(
     config: EngineConfig,
     on_progress: Progress = lambda *_: None,
-    open_weights: OpenWeights = SafetensorsWeights,
+    open_weights: OpenWeights = CheckpointWeights,
     join: Join = lambda backend: Rank(),
 ) -> Engine:
     """Load and warm up an engine. `open_weights` opens a checkpoint's weights, and `join` returns rank 0.
@@ -87,7 +87,7 @@ def build_engine(
 
 
 def build_runner(
-    config: EngineConfig, rank: int, join: Join, open_weights: OpenWeights = SafetensorsWeights
+    config: EngineConfig, rank: int, join: Join, open_weights: OpenWeights = CheckpointWeights
 ) -> ModelRunner:
     """Load the runner of a `rank` that is not 0. Raises UnsupportedError like rank 0."""
     backend = _backend(config, rank)

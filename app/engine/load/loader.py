@@ -46,7 +46,7 @@ def target_class(model_type: str) -> type[Target]:
     return cast(type[Target], getattr(import_module(f"app.engine.models.{module}"), name))
 
 
-class SafetensorsWeights:
+class CheckpointWeights:
     """The safetensors of one checkpoint, single or sharded, read straight to the device when asked for, or its GGUF
     file, dequantised while it is read. Raises UnsupportedError if they are not whole. `get` returns a quantised weight
     dequantised."""

@@ -15,7 +15,7 @@ from app.config.engine import EngineConfig
 from app.engine.checkpoint.files import DEMO, Checkpoint
 from app.engine.checkpoint.read import check_checkpoints, read_checkpoints
 from app.engine.errors import UnsupportedError
-from app.engine.load.loader import SafetensorsWeights
+from app.engine.load.loader import CheckpointWeights
 from tests.fast.engine.pairs import GPT_OSS, Pair, make_pair
 
 PAIRS: dict[str, dict[str, Any]] = {
@@ -220,4 +220,4 @@ def test_quantised_weights_are_named_if_the_config_does_not_name_them(
     with pytest.raises(UnsupportedError, match=told):
         check(pair)
     with pytest.raises(UnsupportedError, match=told):
-        SafetensorsWeights(Checkpoint(folder), torch.device("cpu"), torch.float32)
+        CheckpointWeights(Checkpoint(folder), torch.device("cpu"), torch.float32)

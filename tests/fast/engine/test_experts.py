@@ -20,7 +20,7 @@ from app.engine.device.base import ExpertWeights
 from app.engine.device.moe import MoeConfig, mixture
 from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
-from app.engine.load.loader import SafetensorsWeights
+from app.engine.load.loader import CheckpointWeights
 from app.engine.models.experts import load_experts
 from app.engine.models.target import Target
 from app.engine.models.weights import ExpertLayout, LayerSource
@@ -154,7 +154,7 @@ def vars_of(weights: ExpertWeights) -> tuple[Tensor, Tensor, Tensor]:
 
 def _first_layer(pair: Pair, layout: ExpertLayout = Target.expert_layout) -> ExpertWeights:
     checkpoint = Checkpoint(pair.target)
-    config, weights = target_config(checkpoint.config), SafetensorsWeights(checkpoint, CPU, torch.float32)
+    config, weights = target_config(checkpoint.config), CheckpointWeights(checkpoint, CPU, torch.float32)
     assert config.moe is not None
     return load_experts(LayerSource(0, config, weights, TorchBackend(CPU), layout), config.moe)
 
@@ -173,7 +173,7 @@ def test_loading_takes_little_more_than_the_result(tmp_path, shape, dtype, tenso
     """At most `tensors` of a layer's experts more: of files in another dtype, and over two shards."""
     pair = sparse_pair(tmp_path, shards=2, dtype=torch.bfloat16, **shape)
     with LiveBytes() as live:
-        weights = SafetensorsWeights(Checkpoint(pair.target), CPU, dtype)
+        weights = CheckpointWeights(Checkpoint(pair.target), CPU, dtype)
         get = weights.get
         weights.get = lambda *asked, **part: live.note(get(*asked, **part))  # type: ignore[method-assign]
         family = type("Family", (Target,), {"expert_layout": ExpertLayout(interleaved=interleaved)})

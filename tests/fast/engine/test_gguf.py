@@ -23,7 +23,7 @@ from app.engine.checkpoint.gguf import BLOCKS, read_header
 from app.engine.checkpoint.shapes import Llama3Scaling, RopeDivisors
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import build_engine
-from app.engine.load.loader import SafetensorsWeights
+from app.engine.load.loader import CheckpointWeights
 from app.engine.models.rope import frequencies
 from app.engine.models.weights import Part
 from app.engine.quantised import QuantisedWeight
@@ -160,7 +160,7 @@ def test_weights_are_ggmls_own_to_the_bit(tmp_path: Path, kind: str) -> None:
         return (GGMLQuantizationType[kind], stored) if len(matrix) == 2 else as_type("F32")(matrix)
 
     folder = to_gguf(pair.target, tmp_path / "gguf", quantise)
-    weights = SafetensorsWeights(Checkpoint(folder), CPU, torch.float32)
+    weights = CheckpointWeights(Checkpoint(folder), CPU, torch.float32)
     assert hashlib.sha256(weights.get("embed_tokens.weight", 2, 512).numpy()).hexdigest() == digest
 
 
@@ -185,8 +185,8 @@ def pair(tmp_path: Path) -> Pair:
     return make_pair(tmp_path / "pair", **LUCKY | FAMILIES["Llama 3.1"])
 
 
-def opened(folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> SafetensorsWeights:
-    return SafetensorsWeights(Checkpoint(folder), CPU, dtype, **more)
+def opened(folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> CheckpointWeights:
+    return CheckpointWeights(Checkpoint(folder), CPU, dtype, **more)
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q4_0", "Q8_0"])
@@ -224,8 +224,8 @@ def test_progress_ends_at_its_total_and_never_passes_it(tmp_path: Path, pair: Pa
     told: list[tuple[int, int]] = []
     folder = to_gguf(pair.target, tmp_path / "gguf", as_type("Q4_0"))
 
-    def open_and_note(*given: Any) -> SafetensorsWeights:
-        return SafetensorsWeights(*given[:3], lambda *done: told.append(done), given[4])
+    def open_and_note(*given: Any) -> CheckpointWeights:
+        return CheckpointWeights(*given[:3], lambda *done: told.append(done), given[4])
 
     build_engine(EngineConfig(folder, device="cpu", max_num_seqs=1, **UNTIMED), open_weights=open_and_note)
     assert all(before <= after <= total for (before, _), (after, total) in pairwise(told))
@@ -290,7 +290,7 @@ def test_memory_is_refused_by_the_widened_weights_before_any_is_read(
     count = sum(math.prod(tensor.shape) for name, tensor in header.tensors.items() if name != "rope_freqs.weight")
     assert opened(folder, getattr(torch, dtype)).num_bytes(lambda weight: False, to_int8=False) == itemsize * count
     monkeypatch.setattr("app.engine.cpu.backend.CpuBackend.memory", lambda self: (itemsize * count - 1, 1 << 40))
-    monkeypatch.setattr(SafetensorsWeights, "get", lambda *args, **how: pytest.fail("weights are read"))
+    monkeypatch.setattr(CheckpointWeights, "get", lambda *args, **how: pytest.fail("weights are read"))
     told = f"too few: .*; of a GGUF file they take {itemsize} bytes a weight, whatever its types"
     with pytest.raises(UnsupportedError, match=told):
         make_engine(folder, dtype=dtype)

@@ -23,7 +23,7 @@ from app.engine.device.base import ExpertWeights
 from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import Engine
-from app.engine.load.loader import SafetensorsWeights, target_class
+from app.engine.load.loader import CheckpointWeights, target_class
 from app.engine.quantised import QuantisedWeight
 from app.messages import Request
 from tests import UNTIMED
@@ -573,8 +573,8 @@ def test_the_memory_that_is_checked_is_that_of_the_weights_that_are_kept(
     folder = quantise(pair.target, tmp_path, how)[0] if how else pair.target
     counted: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        count = SafetensorsWeights.num_bytes
-        patch.setattr(SafetensorsWeights, "num_bytes", lambda *a, **b: counted.append(count(*a, **b)) or counted[-1])
+        count = CheckpointWeights.num_bytes
+        patch.setattr(CheckpointWeights, "num_bytes", lambda *a, **b: counted.append(count(*a, **b)) or counted[-1])
         with caplog.at_level("INFO"):
             target = make_engine(folder, None, **SETTINGS, **settings).core.runner.forward.target
     assert counted == [bytes_of(target)]
@@ -592,7 +592,7 @@ class KeepsAll(TorchBackend):
 def test_so_it_is_of_a_device_that_multiplies_by_all_formats(tmp_path: Path, shape: str, how: str) -> None:
     make, sizes = SHAPES[shape]
     folder, _ = quantise(make(tmp_path / "pair", seed=3, **sizes).target, tmp_path, how)
-    weights, backend = SafetensorsWeights(Checkpoint(folder), CPU, torch.float32, kept=("I8", "F8_E4M3")), KeepsAll(CPU)
+    weights, backend = CheckpointWeights(Checkpoint(folder), CPU, torch.float32, kept=("I8", "F8_E4M3")), KeepsAll(CPU)
     target = target_class((config := target_config(read_config(folder))).model_type)(config, weights, backend)
     assert backend.quantised_bytes > 0 == backend.widened_bytes
     assert weights.num_bytes(backend.multiplies, to_int8=False) == bytes_of(target)
@@ -602,6 +602,6 @@ def test_a_draft_is_counted_as_numbers(tmp_path: Path) -> None:
     pair = make_pair(tmp_path / "pair", seed=3)
     quantised, _ = quantise(pair.target, tmp_path, "int8 by row")
     stored = load_file(quantised / "model.safetensors")
-    weights = SafetensorsWeights(Checkpoint(quantised), torch.device("cpu"), torch.float32)
+    weights = CheckpointWeights(Checkpoint(quantised), torch.device("cpu"), torch.float32)
     numbers = sum(tensor.numel() for name, tensor in stored.items() if not name.endswith("scale"))
     assert weights.num_bytes(lambda weight: False, to_int8=False) == 4 * numbers

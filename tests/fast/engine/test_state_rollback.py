@@ -12,7 +12,7 @@ from torch import Tensor
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import Checkpoint, read_config
 from app.engine.device.torch import TorchBackend
-from app.engine.load.loader import SafetensorsWeights
+from app.engine.load.loader import CheckpointWeights
 from app.engine.models.gated_delta_net import GatedDeltaNet
 from app.engine.models.layers import StepRows
 from app.engine.models.qwen3_5 import TextWeights
@@ -53,7 +53,7 @@ class Layer:
         config, cpu = target_config(read_config(pair.target)), torch.device("cpu")
         backend = TorchBackend(cpu)
         assert config.gated_delta is not None
-        weights = TextWeights(SafetensorsWeights(Checkpoint(pair.target), cpu, torch.float32), config)
+        weights = TextWeights(CheckpointWeights(Checkpoint(pair.target), cpu, torch.float32), config)
         self.net = GatedDeltaNet(LayerSource(0, config, weights, backend))
         self.pool = StatePool(config.gated_delta, 2 * NUM_SEQS + NUM_CHECKPOINTS, BLOCK, torch.float32, backend.zeros)
         self.memory = self.pool.layers[0]

@@ -44,7 +44,7 @@ from app.engine.errors import UnsupportedError
 from app.engine.load import engine as build
 from app.engine.load import loader
 from app.engine.load.engine import Engine, build_engine
-from app.engine.load.loader import SafetensorsWeights, target_class
+from app.engine.load.loader import CheckpointWeights, target_class
 from app.engine.models.layers import DecoderLayer, StepRows
 from app.engine.models.qwen3_5 import GroupedWeights, HybridLayer, TextWeights
 from app.engine.models.recurrent_rows import RecurrentRows, SequenceRows
@@ -533,13 +533,13 @@ def test_pages_are_those_of_the_rank_with_the_least_memory(lucky: Pair, monkeypa
 
 
 @pytest.fixture
-def weights(tmp_path: Path) -> Iterator[Callable[[], SafetensorsWeights]]:
+def weights(tmp_path: Path) -> Iterator[Callable[[], CheckpointWeights]]:
     pair = make_pair(tmp_path, shards=2)
-    yield lambda: SafetensorsWeights(Checkpoint(pair.target), torch.device("cpu"), torch.float32)
+    yield lambda: CheckpointWeights(Checkpoint(pair.target), torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize(("name", "axis"), [("mlp.down_proj", 1), ("mlp.gate_proj", 0), ("self_attn.o_proj", 1)])
-def test_the_parts_of_a_tensor_are_the_tensor(weights: Callable[[], SafetensorsWeights], name: str, axis: int):
+def test_the_parts_of_a_tensor_are_the_tensor(weights: Callable[[], CheckpointWeights], name: str, axis: int):
     name, shape = f"layers.1.{name}.weight", {"mlp.down_proj": (32, 64), "mlp.gate_proj": (64, 32)}.get(name, (32, 64))
 
     def part(*ranges: range) -> Tensor:
@@ -622,7 +622,7 @@ def loaded(pair: Pair, size: int, what: str = "target") -> tuple[int, int, int]:
     comm = ThreadComm(1, thread_ranks.Meeting(size)) if size > 1 else ALONE
     shared = torch.nn.Parameter(torch.empty(0))  # of the target, so not counted
     with LiveBytes() as live:
-        weights = SafetensorsWeights(Checkpoint(folder), BACKEND.device, torch.float32)
+        weights = CheckpointWeights(Checkpoint(folder), BACKEND.device, torch.float32)
 
         def noted(get: Callable[..., Tensor]) -> Callable[..., Tensor]:
             def read(name: str, *shape: int, **how: Any) -> Tensor:
