@@ -106,13 +106,14 @@ def _tidy(folder: Path) -> None:
             if kept := _KEPT.fullmatch(path.name):
                 last_used[kept[1]].append((path.stat().st_mtime, path))
             elif path.name.startswith(_WORK):
-                _remove_if_old(path)
+                remove_if_old(path)
         for files in last_used.values():
             for _, path in sorted(files, reverse=True)[MAX_OF_A_NAME:]:
-                _remove_if_old(path)
+                remove_if_old(path)
 
 
-def _remove_if_old(path: Path) -> None:
+def remove_if_old(path: Path) -> None:
+    """Remove a file or a folder that no process can still be making."""
     if time.time() - path.lstat().st_mtime < AT_WORK_SECONDS:  # other servers may just be starting
         return
     if path.is_dir() and not path.is_symlink():

@@ -1,5 +1,6 @@
 """The files of a checkpoint: config.json, safetensors in one file or in shards with an index, and the tokenizer's."""
 
+import glob
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,14 +11,13 @@ from typing import Any, Literal, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from app.engine.checkpoint.fields import fields, file_below
-from app.engine.checkpoint.gguf import GgufHeader, read_header
+from app.engine.checkpoint.gguf import GGUF_FILE, GgufHeader, read_header
 from app.engine.checkpoint.gguf_config import config_of, plain_name
+from app.engine.checkpoint.gguf_folder import begins_as_gguf, choose, gguf_folder, is_gguf
 from app.engine.checkpoint.quantised import refuse_formats
 from app.engine.errors import UnsupportedError
 
 DEMO = Path(__file__).parents[2] / "demo" / "checkpoint"
-GGUF_FILE = "model.gguf"
-"""The weights and the config of a folder that has them in one GGUF file."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = (
@@ -87,21 +87,103 @@ def find_folder(
     role: Literal["target", "draft", "tokenizer"],
     files: Sequence[str] = _HUB_FILES,
     revision: str | None = None,
+    *,
+    has_tokenizer: bool = True,
 ) -> Path:
     """Return the folder of a checkpoint: `demo`, an existing folder, or a Hugging Face id. Raises UnsupportedError. Of
     an id `files` of the `revision`, a branch, tag or commit, are downloaded if the cache lacks them. Variables of
-    huggingface_hub apply, like HF_HUB_OFFLINE."""
-    folder = Path(name).expanduser()
-    if name == "demo" or folder.is_dir():
-        if revision:
-            given = f"{role} {name} is a folder, and only a Hugging Face id has a revision (here {revision})"
-            raise UnsupportedError(f"{given}; leave it out, or give the id")
-        return folder if name != "demo" else DEMO / ("draft" if role == "draft" else "target")
-    if folder.exists():
-        raise UnsupportedError(f"{role} {name} is a file; give the folder of config.json and safetensors (not GGUF)")
-    if not _HUB_ID.fullmatch(name):
-        neither = f"there is no such folder (looked for {folder.absolute()}), and it is not a Hugging Face id either"
+    huggingface_hub apply, like HF_HUB_OFFLINE.
+
+    A target may be a GGUF file too: FILE.gguf, a folder or an id whose weights are GGUF, followed by `:Q4_K_M` to
+    choose one of several, or by its file's name. `gguf_folder` makes a folder of it, as `has_tokenizer` says.
+    """
+    path, (base, wanted) = Path(name).expanduser(), _with_file(name)
+    folder = Path(base).expanduser()
+    is_local = name == "demo" or path.exists() or folder.is_dir()
+    if is_local and revision:
+        given = f"{role} {name} is here, and only a Hugging Face id has a revision (here {revision})"
+        raise UnsupportedError(f"{given}; leave it out, or give the id")
+    if name == "demo":
+        return DEMO / ("draft" if role == "draft" else "target")
+    if is_local:
+        file = path if path.exists() and not path.is_dir() else _local_gguf(folder, wanted)
+        return folder if file is None else _of_gguf(file, name, role, has_tokenizer)
+    if not _HUB_ID.fullmatch(base):
+        neither = f"there is no such folder or file (looked for {path.absolute()}), and it is no Hugging Face id either"
         raise UnsupportedError(f"{role} {name}: {neither}; give a folder, an id such as Qwen/Qwen3-8B, or demo")
+    stored = _hub_gguf(base, name, role, wanted, revision) if wanted or files is _HUB_FILES else None
+    if stored is None:
+        return _downloaded(base, name, role, files, revision)
+    _refuse_role(stored, name, role)
+    file = _downloaded(base, name, role, [glob.escape(stored)], revision) / stored
+    if not file.exists():
+        reason = f"the cache does not hold {stored}; unset HF_HUB_OFFLINE or check the network for one start"
+        raise UnsupportedError(f"{role} {name}: {reason}")
+    return _of_gguf(file, name, role, has_tokenizer)
+
+
+def _with_file(name: str) -> tuple[str, str]:
+    """Return what stands before and after `:` in REPO:Q4_K_M, or the repository and file of OWNER/REPO/FILE.gguf."""
+    if Path(name).expanduser().exists():
+        return name, ""
+    parts = name.split("/")
+    if is_gguf(name) and len(parts) > 2 and _HUB_ID.fullmatch("/".join(parts[:2])):
+        return "/".join(parts[:2]), "/".join(parts[2:])
+    base, _, wanted = name.rpartition(":")
+    return (base, wanted) if base and _FILE_NAME.fullmatch(wanted) else (name, "")
+
+
+def _local_gguf(folder: Path, wanted: str) -> Path | None:
+    """Return the GGUF file that is meant by a folder, or None if its weights are not GGUF."""
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except OSError as error:
+        raise UnsupportedError(f"{folder} cannot be read: {error.strerror or error}") from None
+    return folder / choose(names, wanted, str(folder)) if wanted or _is_of_gguf(names) else None
+
+
+def _is_of_gguf(names: Sequence[str]) -> bool:
+    """Return whether the weights among these files are GGUF. Some have a config.json beside them."""
+    return any(map(is_gguf, names)) and not any(name.endswith((".safetensors", ".index.json")) for name in names)
+
+
+def _of_gguf(file: Path, name: str, role: str, has_tokenizer: bool) -> Path:
+    """Return the folder made of a GGUF file. Raises UnsupportedError for a file that is none, or no target's."""
+    if not is_gguf(file.name) and not begins_as_gguf(file):
+        raise UnsupportedError(
+            f"{role} {name} is a file; give the folder of config.json and safetensors, or a GGUF file"
+        )
+    _refuse_role(file.name, name, role)
+    return gguf_folder(file, has_tokenizer=has_tokenizer)
+
+
+def _refuse_role(file: str, name: str, role: str) -> None:
+    instead = {"draft": "drafts are safetensors", "tokenizer": "a tokenizer is a tokenizer.json"}
+    if role in instead:
+        raise UnsupportedError(f"{role} {name} is GGUF ({file}), and {instead[role]}; give their folder or id")
+
+
+def _hub_gguf(name: str, given: str, role: str, wanted: str, revision: str | None) -> str | None:
+    """Return the GGUF file that is meant by a Hugging Face id, or None if its weights are not GGUF.
+
+    Files that the cache has are chosen among where the hub cannot be reached.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        listed = HfApi().model_info(name, revision=revision).siblings or []
+        names = [sibling.rfilename for sibling in listed]
+    except (RepositoryNotFoundError, RevisionNotFoundError):
+        names = []  # the download says why
+    except Exception:  # no network, HF_HUB_OFFLINE, and errors of the HTTP library
+        folder = _downloaded(name, given, role, [], revision)
+        names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    return choose(names, wanted, name) if (wanted and names) or _is_of_gguf(names) else None
+
+
+def _downloaded(name: str, given: str, role: str, files: Sequence[str], revision: str | None) -> Path:
+    """Return the cached folder of a Hugging Face id, once it has these files. Messages have what was `given`."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -128,7 +210,8 @@ def find_folder(
         reason = f"the download from {hub} failed: {error}"
     if "/" not in name and name.lower().startswith("qwen"):
         reason += f"; did you mean {'z-lab' if 'dflash' in name.lower() else 'Qwen'}/{name}?"
-    raise UnsupportedError(f"{role} {name}: there is no folder {folder.absolute()}, and {reason}")
+    kind = "file" if is_gguf(given) else "folder"
+    raise UnsupportedError(f"{role} {given}: there is no {kind} {Path(given).expanduser().absolute()}, and {reason}")
 
 
 def find_file_of(tensor: str, name: str) -> Path:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from app.engine.errors import UnsupportedError
 
+GGUF_FILE = "model.gguf"
+"""The weights and the config of a folder that has them in one GGUF file."""
 _VERSIONS = (2, 3)
 _MAX_HEADER = 64 << 20
 """Five times the largest header that is published. Strings in memory are several times as large."""

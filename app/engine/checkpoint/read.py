@@ -16,6 +16,7 @@ from app.engine.checkpoint.files import (
     find_tensor,
     token_id,
 )
+from app.engine.checkpoint.gguf_folder import notes_of
 from app.engine.checkpoint.quantised import DTYPES, rotation_file
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.errors import UnsupportedError
@@ -48,9 +49,12 @@ def find_models(
     tokenizer: str | None = None,
 ) -> Folders:
     """Return the folders of models, downloaded if need be. Raises UnsupportedError."""
-    target = find_folder(model, "target", revision=revision)
+    target = find_folder(model, "target", revision=revision, has_tokenizer=tokenizer is None)
     draft = draft_model or ("demo" if model == "demo" else None)
     text = find_folder(tokenizer, "tokenizer", TOKENIZER_HUB_FILES) if tokenizer else None
+    drafted = f"; its draft is {draft if speculation and draft else 'none'}"
+    for note, more in zip(notes_of(target), (drafted, ""), strict=False):
+        print(f"{model}: {note}{more}", file=sys.stderr)
     if speculation and draft:
         return Folders(target, find_folder(draft, "draft", revision=draft_revision), text)
     reason = "no --draft-model" if speculation else "--no-speculation"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -322,6 +323,7 @@ def test_a_folder_has_no_revision(name: str) -> None:
 
 def test_models_are_found_by_their_own_revisions_and_a_tokenizer_without_weights(monkeypatch) -> None:
     asked = []
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, revision: SimpleNamespace(siblings=None))
     monkeypatch.setattr(
         "huggingface_hub.snapshot_download",
         lambda name, revision, allow_patterns: (

@@ -1,0 +1,168 @@
+"""A GGUF file as a folder of Hugging Face's files, kept in the user's cache, and the choice of one among several."""
+
+import atexit
+import hashlib
+import json
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+
+from app.engine.cache_folder import remove_if_old, user_folder, work_folder
+from app.engine.checkpoint.fields import naming
+from app.engine.checkpoint.gguf import GGUF_FILE, read_header
+from app.engine.checkpoint.gguf_config import config_of
+from app.engine.checkpoint.gguf_text import origin, text_files, unread_defaults
+from app.engine.errors import UnsupportedError
+
+_FORMAT = 1
+"""Of what is read from a file. A folder of another number is not used."""
+_PART = re.compile(r"-(\d{5})-of-(\d{5})$")
+_QUANTISATION = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|F16|F32|BF16|FP\d|MXFP\d|NVFP\d)\w*)$", re.IGNORECASE)
+_NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
+_LISTED = 40
+
+
+def is_gguf(name: str) -> bool:
+    """Return whether a file is GGUF by its name."""
+    return name.lower().endswith(".gguf")
+
+
+def begins_as_gguf(file: Path) -> bool:
+    """Return whether a file is GGUF by its first bytes. Ollama's have no name that says so."""
+    if not file.is_file():
+        return False
+    with suppress(OSError), file.open("rb") as stream:
+        return stream.read(4) == b"GGUF"
+    return False
+
+
+def choose(names: Sequence[str], wanted: str, where: str) -> str:
+    """Return the GGUF file among `names` that is `wanted`: by its quantisation, as in Q4_K_M, or by its name, without
+    regard to case. With "" it is the only one. Raises UnsupportedError with a list of those of `where`."""
+    models = [name for name in names if is_gguf(name) and not _NO_MODEL.search(PurePosixPath(name).name)]
+    labels = {name: _label(name) for name in sorted(models)}
+    meant = wanted.lower()
+    if not wanted:
+        found = [*labels]
+    elif is_gguf(wanted):
+        found = [name for name in names if name.lower() == meant]
+    else:
+        found = [name for name, label in labels.items() if label.lower() == meant]
+    if parts := [name for name in found if _PART.search(PurePosixPath(name).stem)]:
+        count = int(_PART.findall(PurePosixPath(parts[0]).stem)[0][1])
+        if len(found) == 1 or len({_label(name) for name in found}) == 1:
+            merge = "download them all, merge them with `llama-gguf-split --merge FIRST-PART MERGED.gguf`"
+            raise UnsupportedError(f"{where}: {parts[0]} is one of {count} parts; {merge}, and give MERGED.gguf")
+    if len(found) == 1:
+        return found[0]
+    suffixes = list(dict.fromkeys(labels.values()))
+    if found and wanted:
+        listed = ", ".join(found[:_LISTED])
+        raise UnsupportedError(
+            f"{where}: {wanted} is the quantisation of {len(found)} files; give one by name: {listed}"
+        )
+    listed = ", ".join(suffixes[:_LISTED]) or "none"
+    if wanted:
+        raise UnsupportedError(f"{where} has no GGUF file {wanted}; it has {listed}")
+    if not found:
+        raise UnsupportedError(f"{where} has no GGUF file of a model")
+    raise UnsupportedError(
+        f"{where} has {len(found)} GGUF files; give one as {where}:{suffixes[0]}; there are {listed}"
+    )
+
+
+def gguf_folder(file: Path, *, has_tokenizer: bool = True) -> Path:
+    """Return a folder with a link to the file, and config.json, tokenizer.json and their like of what its header says.
+
+    Without `has_tokenizer` the file's own tokenizer is not read. Raises UnsupportedError for a file that cannot be
+    served. A folder is kept until its file is gone or another.
+    """
+    source = file.resolve()
+    name = f"{_key(source)}-{_FORMAT}" + ("" if has_tokenizer else "-bare")
+    cache = user_folder("gguf")
+    if cache and _is_whole(cache / name):
+        return cache / name
+    header = read_header(file)
+    config = config_of(header)
+    with naming(str(file)):
+        contents = {"config.json": config} | text_files(header.metadata, has_tokenizer=has_tokenizer)
+        notes = [note for note in (origin(header.metadata), unread_defaults(header.metadata)) if note]
+    contents["notes.json"] = {"notes": notes}
+    if cache:
+        with suppress(OSError):
+            _evict(cache)
+            return _written(contents, source, cache, name)
+    reason = f"{cache} cannot be written" if cache else "there is no safe folder for caches"
+    print(
+        f"{reason}, so each start reads {file} anew: set XDG_CACHE_HOME to a folder of this user only", file=sys.stderr
+    )
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="dflash-gguf-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return _written(contents, source, folder, name)
+    except OSError as error:
+        why = f"{reason}, and neither can {tempfile.gettempdir()} ({error.strerror or error})"
+        raise UnsupportedError(f"{file}: {why}; free some space there, or set XDG_CACHE_HOME") from None
+
+
+def notes_of(folder: Path) -> list[str]:
+    """Return what the log says of the GGUF file of a folder, [] for another folder."""
+    with suppress(OSError, ValueError, KeyError):
+        return list(json.loads((folder / "notes.json").read_text(encoding="utf-8"))["notes"])
+    return []
+
+
+def _label(name: str) -> str:
+    """Return the quantisation that a file's name ends with, else the name."""
+    stem = _PART.sub("", PurePosixPath(name).stem)
+    found = _QUANTISATION.search(stem)
+    return found[1] if found else PurePosixPath(name).name
+
+
+def _key(source: Path) -> str:
+    """Return a hash of a file's place, size and time, or "" if it is gone."""
+    try:
+        found = source.stat()
+    except OSError:
+        return ""
+    return hashlib.sha256(
+        f"{source}\0{found.st_size}\0{found.st_mtime_ns}".encode(errors="surrogateescape")
+    ).hexdigest()[:32]
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return whether a folder has all its files. Cleaners of caches may remove some."""
+    wanted = ["config.json", "generation_config.json", "notes.json", GGUF_FILE]
+    wanted += [] if folder.name.endswith("-bare") else ["tokenizer.json", "tokenizer_config.json"]
+    return all((folder / name).is_file() for name in wanted)
+
+
+def _written(contents: dict[str, dict[str, object]], source: Path, parent: Path, name: str) -> Path:
+    """Write a folder. Another server may write the same one at the same time."""
+    folder = parent / name
+    with work_folder(parent) as work:
+        made = Path(work) / name
+        made.mkdir()
+        (made / GGUF_FILE).symlink_to(source)
+        for file, content in contents.items():
+            (made / file).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+        if folder.is_dir() and not _is_whole(folder):
+            shutil.rmtree(folder)
+        try:
+            made.rename(folder)
+        except OSError:
+            if not _is_whole(folder):
+                raise
+    return folder
+
+
+def _evict(cache: Path) -> None:
+    """Remove folders whose file is gone or another one now, and what killed processes left."""
+    for folder in cache.iterdir():
+        link = folder / GGUF_FILE
+        if not link.is_symlink() or _key(link.readlink()) != folder.name.partition("-")[0]:
+            remove_if_old(folder)
