@@ -201,10 +201,7 @@ _OFFLOAD = (
     "--enable-hierarchical-cache --hicache-ratio --hicache-size --kv-offloading-size --kv-offloading-backend "
     "--enable-memory-saver --enable-weights-cpu-backup"
 )
-_GGUF = (
-    "--hf-file -hff --model-url -mu --docker-repo -dr --hf-repo-draft -hfd -hfrd --spec-draft-hf "
-    "--models-dir --models-preset --models-max --override-kv"
-)
+_ELSEWHERE = "--model-url -mu --docker-repo -dr --models-dir --models-preset --models-max"
 _CONFIG = (
     "--hf-overrides --json-model-override-args --rope-scaling --rope-theta --hf-config-path --rope-scale "
     "--rope-freq-base --rope-freq-scale --yarn-orig-ctx --yarn-ext-factor --yarn-attn-factor --yarn-beta-slow "
@@ -253,7 +250,9 @@ _N_GRAMS = (
 _QUANTISED = "--torchao-config --modelopt-quant --quantization-param-path --speculative-draft-model-quantization"
 
 PEER_FLAGS = (
-    PeerFlag("--model --model-path -m --hf-repo -hf -hfr", "same", "model"),
+    PeerFlag("--model --model-path -m", "same", "model"),
+    PeerFlag("--hf-repo -hf -hfr", "same", "model", "of several files one is chosen by REPO:QUANT, and none by itself"),
+    PeerFlag("-hff", "same", "hf_file"),
     PeerFlag(
         "--speculative-draft-model-path --speculative-draft-model --model-draft -md --spec-draft-model "
         "--speculative-config.model",
@@ -339,7 +338,7 @@ PEER_FLAGS = (
         "recurrent states are float32; give auto",
     ),
     PeerFlag(
-        "--load-format", "only", "auto safetensors fastsafetensors gguf", "safetensors and GGUF are loaded; give auto"
+        "--load-format", "only", "auto safetensors fastsafetensors gguf", "safetensors or GGUF are loaded; give auto"
     ),
     PeerFlag("--tokenizer-mode", "only", "auto", "tokenizer.json is read; give auto"),
     PeerFlag("--config-format", "only", "auto hf", "config.json is read; give auto"),
@@ -423,7 +422,9 @@ PEER_FLAGS = (
     PeerFlag("--cors-origins", "refused", note="give --allowed-origins ORIGIN ..., with blanks and not commas"),
     PeerFlag("--allow-credentials --cors-credentials", "refused", note="keys come in a header, which needs no cookies"),
     PeerFlag("-n", "refused", note="write --predict for llama-server's, or --nnodes for vLLM's"),
-    PeerFlag(_GGUF, "refused", note="give FILE.gguf or REPO:Q4_K_M as MODEL, and a draft as safetensors"),
+    PeerFlag(_ELSEWHERE, "refused", note="give a GGUF file, its folder, or its repository as MODEL"),
+    PeerFlag("--hf-repo-draft -hfd -hfrd --spec-draft-hf", "refused", note="drafts are safetensors; see --draft-model"),
+    PeerFlag("--override-kv", "refused", note="a GGUF file is read as it is; convert the model again"),
     PeerFlag("--tokenizer-revision", "refused", note="give a folder of that revision as --tokenizer"),
     PeerFlag("--download-dir", "refused", note="set HF_HUB_CACHE in the environment"),
     PeerFlag("--hf-token -hft", "refused", note="set HF_TOKEN in the environment"),

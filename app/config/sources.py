@@ -23,6 +23,9 @@ SETTINGS: dict[str, Any] = {
     **SERVER_SETTINGS,
     **ENGINE_SETTINGS,
     "config": setting(MODEL, None, "YAML file with the same names: `max_num_seqs: 8` (default: none)", metavar="PATH"),
+    "hf_file": setting(
+        MODEL, None, "GGUF file of MODEL, a Hugging Face id, as in llama-server (default: the only one)", metavar="NAME"
+    ),
     "speculative_config": setting(
         SPECULATION,
         None,
@@ -30,7 +33,7 @@ SETTINGS: dict[str, Any] = {
         metavar="JSON",
     ),
 }
-"""Name -> pydantic FieldInfo. The last two are not settings themselves, but bring others."""
+"""Name -> pydantic FieldInfo. The last three are not settings themselves, but bring others."""
 SECRETS = {"api_key", "admin_key"}
 UPPER_BOUNDS = {"max_num_batched_tokens"}
 """Settings of which the smallest counts, if several flags give one: llama-server's -b and -ub stand side by side."""
@@ -52,6 +55,8 @@ def load_config(flags: Iterable[GivenSetting] = ()) -> Config:
     if path := settings.pop("config", None):
         file = list(_yaml_file(Path(path.value)))
         settings = _put_beneath(settings, file, notes)
+    if file_name := settings.pop("hf_file", None):
+        settings["model"] = _with_file(settings.get("model"), file_name)
     try:
         config = Config.of(**{field: given.value for field, given in settings.items()}, notes=notes)
     except ValidationError as error:
@@ -71,6 +76,15 @@ def load_config(flags: Iterable[GivenSetting] = ()) -> Config:
         except (UnicodeError, TypeError, *UNREADABLE) as error:
             raise ConfigError(f"{given.spelling}: {' '.join(str(error).split())}") from None
     return config
+
+
+def _with_file(model: GivenSetting | None, file: GivenSetting) -> GivenSetting:
+    """Return the MODEL that is a file of a repository. It goes before a quantisation, as in llama-server."""
+    if model is None:
+        raise ConfigError(
+            f"{file.spelling} {file.value} is a file of no repository", "give its Hugging Face id as MODEL"
+        )
+    return model._replace(value=f"{str(model.value).partition(':')[0]}/{file.value}")
 
 
 def _environment() -> Iterator[GivenSetting]:

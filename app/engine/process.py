@@ -21,6 +21,7 @@ import zmq
 from app import log, wire
 from app.config.engine import EngineConfig
 from app.engine import heartbeat
+from app.engine.checkpoint.gguf_folder import weights_of
 from app.engine.dflash.report import AcceptanceWarning, report
 from app.engine.errors import UnsupportedError, last_words
 from app.engine.host_cores import use_own_cores
@@ -194,7 +195,7 @@ def _unreadable(message: bytes, error: msgspec.DecodeError) -> Unreadable:
 def _info(engine: Engine, config: EngineConfig) -> EngineInfo:
     sizes, draft = engine.sizes, engine.draft
     return EngineInfo(
-        target=str(config.target),
+        target=str(weights_of(config.target)),
         draft=None if config.draft is None else str(config.draft),
         device=engine.device,
         dtype=engine.dtype,

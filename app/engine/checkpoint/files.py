@@ -210,8 +210,7 @@ def _downloaded(name: str, given: str, role: str, files: Sequence[str], revision
         reason = f"the download from {hub} failed: {error}"
     if "/" not in name and name.lower().startswith("qwen"):
         reason += f"; did you mean {'z-lab' if 'dflash' in name.lower() else 'Qwen'}/{name}?"
-    kind = "file" if is_gguf(given) else "folder"
-    raise UnsupportedError(f"{role} {given}: there is no {kind} {Path(given).expanduser().absolute()}, and {reason}")
+    raise UnsupportedError(f"{role} {given}: there is no folder {Path(given).expanduser().absolute()}, and {reason}")
 
 
 def find_file_of(tensor: str, name: str) -> Path:

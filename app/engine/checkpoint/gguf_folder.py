@@ -116,6 +116,12 @@ def notes_of(folder: Path) -> list[str]:
     return []
 
 
+def weights_of(folder: Path) -> Path:
+    """Return the GGUF file that a folder was made of, or another folder itself."""
+    link = folder / GGUF_FILE
+    return link.readlink() if link.is_symlink() else folder
+
+
 def _label(name: str) -> str:
     """Return the quantisation that a file's name ends with, else the name."""
     stem = _PART.sub("", PurePosixPath(name).stem)

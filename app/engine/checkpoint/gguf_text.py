@@ -12,9 +12,11 @@ from app.engine.errors import UnsupportedError
 
 Metadata = Mapping[str, Any]
 
-_MAX_TOKENS, _MAX_ADDED, _MAX_MERGES = 1 << 20, 1 << 14, 1 << 22
-_MAX_SPLITS = 1 << 23
-"""Places at which all tokens of SentencePiece together can be split, a few seconds of work. Llama 2 has 200,000."""
+_MAX_TOKENS, _MAX_LENGTH, _MAX_MERGES = 1 << 20, 1 << 10, 1 << 22
+_MAX_ADDED, _MAX_ADDED_CHARACTERS = 1 << 14, 1 << 18
+"""Tokens that are searched for in every text, and their characters together. Gemma has 6,000, of 10 characters."""
+_MAX_SQUARES = 1 << 26
+"""Sum of the squared lengths of SentencePiece's tokens, which bounds the work and the merges. Llama 2 has 2 million."""
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 """Types of tokens, by llama.cpp's numbers. 6 is a byte, and 0 is undefined."""
 _ENDS = frozenset(
@@ -129,6 +131,10 @@ class _Tokens:
         self.kinds = _array(metadata, "token_type", int, len(self.texts)) if self.texts else []
         self.vocabulary = dict[str, int]()
         for token_id, (text, kind) in enumerate(zip(self.texts, self.kinds, strict=True)):
+            if len(text) > _MAX_LENGTH:
+                raise UnsupportedError(
+                    f"token {token_id} has {len(text)} characters, and at most {_MAX_LENGTH} are read"
+                )
             if not text or kind == _UNUSED or text == f"[PAD{token_id}]":  # rows that fill up the embedding
                 continue
             if (other := self.vocabulary.setdefault(text, token_id)) != token_id:
@@ -167,8 +173,9 @@ class _Tokens:
             for text, token_id in self.vocabulary.items()
             if self.kinds[token_id] in (_UNKNOWN, _CONTROL, _USER_DEFINED)
         ]
-        if len(found) > _MAX_ADDED:
-            raise UnsupportedError(f"the file has {len(found)} control tokens, and at most {_MAX_ADDED} are read")
+        if len(found) > _MAX_ADDED or sum(len(token["content"]) for token in found) > _MAX_ADDED_CHARACTERS:
+            most = f"{_MAX_ADDED} of {_MAX_ADDED_CHARACTERS} characters together"
+            raise UnsupportedError(f"the file has {len(found)} control tokens, and at most {most} are read")
         return found
 
     def around(self, adds_bos: bool) -> dict[str, Any] | None:
@@ -252,8 +259,10 @@ def _merges_of(tokens: _Tokens) -> list[tuple[str, str]]:
     """Return the merges that SentencePiece makes, as Transformers derives them: the best score first."""
     scores = _array(tokens.metadata, "scores", float, len(tokens.texts))
     vocabulary = {text: i for text, i in tokens.vocabulary.items() if tokens.kinds[i] == _NORMAL}
-    if (splits := sum(map(len, vocabulary))) > _MAX_SPLITS:
-        raise UnsupportedError(f"the tokens have {splits} characters, and at most {_MAX_SPLITS} are read; {_GIVE}")
+    if sum(len(text) ** 2 for text in vocabulary) > _MAX_SQUARES:
+        raise UnsupportedError(
+            f"the tokens are longer than those of any model, up to {max(map(len, vocabulary))}; {_GIVE}"
+        )
     ranked = []
     for text, token_id in vocabulary.items():
         for at in range(1, len(text)):

@@ -16,7 +16,7 @@ from app.engine.checkpoint.files import (
     find_tensor,
     token_id,
 )
-from app.engine.checkpoint.gguf_folder import notes_of
+from app.engine.checkpoint.gguf_folder import notes_of, weights_of
 from app.engine.checkpoint.quantised import DTYPES, rotation_file
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.errors import UnsupportedError
@@ -80,10 +80,11 @@ def read_checkpoints(config: EngineConfig) -> Models:
         raise UnsupportedError("--draft-head-from: it is for drafts of a target that is rotated (QuaRot); leave it out")
     limit = target.max_position_embeddings
     if config.max_model_len and not 2 <= config.max_model_len <= limit:
-        raise UnsupportedError(
-            f"--max-model-len {config.max_model_len} is outside 2..{limit}: max_position_embeddings in "
-            f"{config.target / 'config.json'} allows {limit}; a longer context needs rope_scaling of type yarn there"
-        )
+        where = f"max_position_embeddings in {config.target / 'config.json'} allows {limit}"
+        if target_files.gguf:
+            where = f"the context_length of {weights_of(config.target)} allows {limit}"
+        outside = f"--max-model-len {config.max_model_len} is outside 2..{limit}: {where}"
+        raise UnsupportedError(f"{outside}; a longer context needs rope_scaling of type yarn there")
     return Models(target, draft, target_files, draft_files)
 
 

@@ -390,6 +390,7 @@ RECIPES = (
     "--temp 0.6 --top-k 20 --top-p 0.95 --min-p 0 --repeat-penalty 1.05 --jinja --no-webui --slots --metrics --props "
     """--no-mmap --cont-batching --chat-template-kwargs '{"enable_thinking": false}' --reasoning-format deepseek """
     "--cache-type-k auto --no-context-shift -s -1 --predict -1",
+    "-hf ggml-org/Qwen3-8B-GGUF:Q4_K_M -md d --draft 7 --load-format gguf --no-mmproj -ngl all -fa auto",
     "-m x --model-draft d --draft-max 7 --draft-min 0 --draft-p-min 0.8 -ngld 99 --no-warmup -a name",
 )
 
@@ -398,6 +399,35 @@ RECIPES = (
 def test_a_published_command_starts_as_it_stands(command: str) -> None:
     config = typed(command)
     assert config.model != "demo" and config.notes
+
+
+@pytest.mark.parametrize(
+    "command, model",
+    [
+        ("-m a.gguf", "a.gguf"),
+        ("-hf o/m", "o/m"),
+        ("--hf-repo o/m:Q8_0", "o/m:Q8_0"),
+        ("--hf-repo o/m --hf-file sub/a.gguf", "o/m/sub/a.gguf"),
+        ("-hff a.gguf -hfr o/m:Q4_0", "o/m/a.gguf"),
+        ("o/m --hf-file a.gguf", "o/m/a.gguf"),
+    ],
+)
+def test_llama_servers_ways_to_name_a_file_are_a_model(command: str, model: str) -> None:
+    config = typed(command)
+    assert config.model == model and config.model_names == [model]
+
+
+@pytest.mark.parametrize(
+    "command, told",
+    [
+        ("--hf-file a.gguf", "--hf-file a.gguf is a file of no repository"),
+        ("-m a.gguf -hf o/m", "-m and -hf contradict each other: a.gguf and o/m"),
+        ("-hfd o/d", "-hfd is refused: drafts are safetensors; see --draft-model"),
+        ("--override-kv a=int:1", "--override-kv is refused: a GGUF file is read as it is"),
+    ],
+)
+def test_llama_servers_flags_of_files_that_cannot_be_honoured_are_refused(command: str, told: str) -> None:
+    assert told in str(refusal(*command.split()))
 
 
 def test_llama_servers_defaults_of_sampling_are_the_servers() -> None:
