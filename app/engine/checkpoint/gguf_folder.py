@@ -93,8 +93,8 @@ def gguf_folder(file: Path, *, has_tokenizer: bool = True) -> Path:
         notes = [note for note in (origin(header.metadata), unread_defaults(header.metadata)) if note]
     contents["notes.json"] = {"notes": notes}
     if cache:
+        _evict(cache)
         with suppress(OSError):
-            _evict(cache)
             return _written(contents, source, cache, name)
     reason = f"{cache} cannot be written" if cache else "there is no safe folder for caches"
     print(
@@ -168,7 +168,9 @@ def _written(contents: dict[str, dict[str, object]], source: Path, parent: Path,
 
 def _evict(cache: Path) -> None:
     """Remove folders whose file is gone or another one now, and what killed processes left."""
-    for folder in cache.iterdir():
-        link = folder / GGUF_FILE
-        if not link.is_symlink() or _key(link.readlink()) != folder.name.partition("-")[0]:
-            remove_if_old(folder)
+    with suppress(OSError):
+        for folder in [*cache.iterdir()]:
+            link = folder / GGUF_FILE
+            if not link.is_symlink() or _key(link.readlink()) != folder.name.partition("-")[0]:
+                with suppress(OSError):  # another server may remove it too
+                    remove_if_old(folder)

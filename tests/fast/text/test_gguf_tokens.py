@@ -78,6 +78,13 @@ def test_a_token_that_looks_like_an_end_is_text_unless_it_is_a_control_token() -
     assert at in ids(backend(metadata), "a</s>b")
 
 
+def test_a_token_of_the_user_is_shown_and_a_control_token_is_not() -> None:
+    for case in ("qwen2", "spm"):
+        tokenizer = backend(metadata_of(case))
+        shown = tokenizer.decode(ids(tokenizer, "a<tool_call>b<|im_end|>"))
+        assert "<tool_call>" in shown and "<|im_end|>" not in shown
+
+
 def test_rows_that_fill_the_embedding_are_no_tokens() -> None:
     metadata = metadata_of("llama-bpe")
     at = len(metadata["tokenizer.ggml.tokens"]) - 1
