@@ -48,7 +48,7 @@ serve: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m tools.bench $(or $(ARGS),$(HTTP_TABLE))
 
-HTTP_TABLE = --compare plain,dflash,auto --dataset demo:math,prose,code --into docs/performance.md
+HTTP_TABLE = --serve-args demo --compare plain,dflash,auto --dataset demo:math,prose,code --into docs/performance.md
 
 # Three processes for two cores, because some tests wait. Each has one thread, because torch's threads wait for one
 # another in busy loops. On a core that does other work as well, these loops make a test many times slower.

@@ -20,7 +20,7 @@ demo_has_tools = "tools" in Tokenizer(DEMO / "target").chat_template.variables
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[str]:
-    with ready() as url:
+    with ready("demo") as url:
         yield f"{url}/v1"
 
 

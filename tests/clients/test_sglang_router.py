@@ -17,7 +17,7 @@ from tests.server.demo import children, num_ended, num_running, process, ready
 from tools.bench.own_server import free_port
 
 PROMPT = "Count from one to nine."
-FLAGS = ("--verify", "full", "--max-num-seqs", "4", "--shutdown-timeout", "1200", "--step-timeout", "1200")
+FLAGS = ("demo", "--verify", "full", "--max-num-seqs", "4", "--shutdown-timeout", "1200", "--step-timeout", "1200")
 
 
 class Routed(NamedTuple):

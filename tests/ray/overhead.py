@@ -46,7 +46,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # a replica with one of Ray's cores has one thread
     with (
         TemporaryDirectory() as folder,
-        ready("--verify", "full", "--max-num-seqs", "4") as lone,
+        ready("demo", "--verify", "full", "--max-num-seqs", "4") as lone,
         cluster(Path(folder) / "log") as ray,
     ):
         assert ray.deploy(num_replicas=1, num_cpus=1) == {"states": {"RUNNING": 1}}

@@ -83,7 +83,7 @@ def outcomes(two: Cluster, number: int, max_tokens: int, hurt) -> list[str]:
 
 
 def test_both_replicas_serve_and_their_texts_are_a_lone_servers(two: Cluster):
-    with ready("--verify", "full", "--max-num-seqs", "4") as url:
+    with ready("demo", "--verify", "full", "--max-num-seqs", "4") as url:
         alone = [text_of(client_of(url), prompt) for prompt in PROMPTS]
     client = client_of(two.url)
     assert [text_of(client, prompt) for prompt in PROMPTS] == alone
@@ -129,7 +129,7 @@ def test_conversations_with_a_session_header_stay_where_their_prefixes_are(two: 
         return total
 
     spread = sum(cached(client_of(two.url), f"conversation {number}") for number in range(8))
-    with ready("--verify", "full", "--max-num-seqs", "4") as url:
+    with ready("demo", "--verify", "full", "--max-num-seqs", "4") as url:
         alone = sum(cached(client_of(url), f"conversation {number}") for number in range(8))
     assert alone > 0 and spread >= 0.9 * alone, f"{spread} of {alone} cached tokens"
 

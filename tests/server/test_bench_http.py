@@ -24,7 +24,7 @@ from tools.bench.own_server import OwnServer, flags_of
 def server() -> Iterator[OwnServer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(own_server, "_END_SECONDS", 600.0)
-        with OwnServer("dflash", ["--max-num-seqs", "8"]) as own:
+        with OwnServer("dflash", ["demo", "--max-num-seqs", "8"]) as own:
             own.wait_until_ready(lambda text: None)
             yield own
     assert own.process.returncode == 0

@@ -44,7 +44,7 @@ LOOPS: dict[str, tuple[str, dict[str, Any], str, str]] = {
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with ready() as url:
+    with ready("demo") as url:
         yield url
 
 
@@ -84,7 +84,7 @@ async def streamed(url: str, questions: list[str], temperature: float) -> list[s
 
 def test_a_sum_is_answered_rightly_in_blocks() -> None:
     """All that is drafted is verified, whatever steps cost on this machine now."""
-    with ready("--verify", "full") as url:
+    with ready("demo", "--verify", "full") as url:
         with client_of(url) as client:
             assert "#### 19" in answer(client, KEYS)
         assert metric(url, "spec_decode_num_accepted_tokens_total") > 10

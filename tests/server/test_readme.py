@@ -26,6 +26,6 @@ def test_the_offline_example_answers_its_question() -> None:
 
 def test_the_request_by_curl_gets_an_answer() -> None:
     (path, body) = re.findall(r"curl -s http://127\.0\.0\.1:8000(\S+) -d '([^']*)'", README)[0]
-    with ready() as url:
+    with ready("demo") as url:
         answer = httpx.post(url + path, json=json.loads(body), timeout=PATIENCE).raise_for_status().json()
     assert answer["choices"][0]["message"]["content"].endswith("#### 19")

@@ -39,7 +39,7 @@ def test_a_command_of_dflashs_own_readme_serves_with_drafts(command: str) -> Non
     ],
 )
 def test_what_only_the_engine_can_refuse_exits_with_2_too(flags: str, said: str) -> None:
-    command = [sys.executable, "-m", "app", "serve", "--port", "0", "--device", "cpu", *flags.split()]
+    command = [sys.executable, "-m", "app", "serve", "demo", "--port", "0", "--device", "cpu", *flags.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     *_, last = done.stderr.splitlines()
     assert done.returncode == 2 and last.startswith("error: ") and said in last
@@ -65,7 +65,7 @@ def test_a_start_that_is_stopped_while_it_compiles_leaves_neither_a_folder_nor_a
     compiler.chmod(0o755)
     with tempfile.TemporaryDirectory(prefix="dft-", dir="/tmp") as temporary:
         environment = {"CXX": str(compiler), "XDG_CACHE_HOME": "/proc/none", "TMPDIR": temporary}
-        command = [sys.executable, "-m", "app", "serve", "--port", "0", "--device", "cpu"]
+        command = [sys.executable, "-m", "app", "serve", "demo", "--port", "0", "--device", "cpu"]
         with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ | environment) as server:
             until(lambda: (tmp_path / "compiling").exists())
             assert list(Path(temporary).rglob("work-*"))

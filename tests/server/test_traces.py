@@ -72,7 +72,7 @@ def test_a_collector_gets_the_spans_with_their_time_in_the_queue(protocol, colle
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
     sent: Queue[Sent] = Queue()
     with collector(sent) as endpoint:
-        flags = ("--otlp-traces-endpoint", endpoint, "--max-num-seqs", "1", "--verify", "full", *ROOM)
+        flags = ("demo", "--otlp-traces-endpoint", endpoint, "--max-num-seqs", "1", "--verify", "full", *ROOM)
         with process(*flags) as (url, server), ThreadPoolExecutor(1) as pool:
             with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS, timeout=PATIENCE) as first:
                 events = first.iter_lines()
@@ -102,7 +102,7 @@ def test_a_stop_sends_the_spans_that_wait_for_the_next_batch(monkeypatch):
     monkeypatch.setenv(OTLP_PROTOCOL, "http/protobuf")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")
     sent: Queue[Sent] = Queue()
-    with http_collector(sent) as endpoint, process("--otlp-traces-endpoint", endpoint, *ROOM) as (url, server):
+    with http_collector(sent) as endpoint, process("demo", "--otlp-traces-endpoint", endpoint, *ROOM) as (url, server):
         assert httpx.post(f"{url}/v1/completions", json=BODY, timeout=PATIENCE).status_code == 200
         server.send_signal(signal.SIGTERM)
         assert server.wait(PATIENCE) == 0
@@ -119,7 +119,7 @@ def values(described) -> dict[str, object]:
 def test_a_collector_that_is_not_there_costs_no_request_and_not_the_end():
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))  # Without `listen` each connection is refused.
-        with process("--otlp-traces-endpoint", f"http://127.0.0.1:{silent.getsockname()[1]}") as (url, server):
+        with process("demo", "--otlp-traces-endpoint", f"http://127.0.0.1:{silent.getsockname()[1]}") as (url, server):
             assert httpx.post(f"{url}/v1/completions", json=BODY, timeout=PATIENCE).status_code == 200
             server.send_signal(signal.SIGTERM)
             assert server.wait(PATIENCE) == 0

@@ -54,7 +54,7 @@ def page(findings: Findings, fuzzed: Fuzzed, arguments: Sequence[str]) -> Iterat
     yield "For operators who want to know what the server survives."
     yield f"Written by `{shlex.join(['python', '-m', 'tests.soak', *arguments])}`; do not edit. `make soak` runs"
     yield "20 minutes of load and faults, after 10 of schemathesis. `make test-rest` runs about a minute of it."
-    command = shlex.join(["dflash-server", "serve", *plan.flags])
+    command = shlex.join(["dflash-server", "serve", "demo", *plan.flags])
     yield f"Python {platform.python_version()}, torch {torch.__version__}, `{command}`;"
     yield "the server, its engine with one thread, and all clients on one CPU."
     yield ""

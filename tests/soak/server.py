@@ -56,7 +56,7 @@ class DemoServer:
         self._ipc.mkdir()
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "app", "serve", "--port", "0", "--device", "cpu", *self.flags],
+                [sys.executable, "-P", "-m", "app", "serve", "demo", "--port", "0", "--device", "cpu", *self.flags],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

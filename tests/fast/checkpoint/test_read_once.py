@@ -55,7 +55,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
 
 def test_the_api_process_reads_each_file_once(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "run", lambda config, target_config: Server(config, target_config) and 7)
-    assert cli.main(["serve", "--port", "0"]) == 7
+    assert cli.main(["serve", "demo", "--port", "0"]) == 7
     folders = DEMO / "target", DEMO / "draft"
     found = opened.of(*folders)
     assert ("text", "target/config.json") in found and ("tokenizer", "target/tokenizer.json") in found
