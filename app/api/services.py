@@ -107,7 +107,9 @@ def changed(config: Config) -> dict[str, str]:
     """Return the settings that are not default, by flag. Keys are redacted."""
     known = ENGINE_SETTINGS | SERVER_SETTINGS
     given = {name: getattr(config.engine if name in ENGINE_SETTINGS else config, name) for name in known}
-    others = {name: value for name, value in given.items() if value != known[name].default}
+    others = {
+        name: value for name, value in given.items() if value != known[name].get_default(call_default_factory=True)
+    }
     return {flag_name(name): str(value) if known[name].repr else "[redacted]" for name, value in others.items()}
 
 

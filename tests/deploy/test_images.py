@@ -14,6 +14,7 @@ def test_a_copy_of_the_tree_has_what_a_build_takes_and_nothing_else(tmp_path: Pa
     copy = copied_tree(tmp_path / "context")
     assert {path.name for path in copy.iterdir()} == {
         "LICENSE",
+        "NOTICE",
         "app",
         "docker",
         "tools",

@@ -123,7 +123,7 @@ def copied_tree(folder: Path) -> Path:
     ignore = shutil.ignore_patterns("__pycache__")
     for name in ("app", "docker", "tools"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignore)
-    for name in ("LICENSE", "pyproject.toml", ".dockerignore"):
+    for name in ("LICENSE", "NOTICE", "pyproject.toml", ".dockerignore"):
         shutil.copy2(ROOT / name, folder / name)
     return folder
 

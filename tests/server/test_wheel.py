@@ -9,6 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from app.config.pairs import PAIRS
+from tests import ROOT
 from tests.fast.api.served import PATIENCE
 from tests.images.build import copied_tree
 from tests.server.demo import ready
@@ -44,9 +46,16 @@ def python(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 def test_a_server_from_the_wheel_answers(alone: Path) -> None:
     asked = {"messages": [{"role": "user", "content": "1 + 1 ="}], "temperature": 0, "max_tokens": 4}
-    with ready() as url:
+    with ready("demo") as url:
         answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=PATIENCE)
     assert answer.status_code == 200 and answer.json()["choices"][0]["message"]["content"]
+
+
+def test_the_wheel_has_the_drafts_of_all_pairs_byte_by_byte(installed: Path) -> None:
+    for pair in PAIRS.values():
+        for file in pair.draft.iterdir():
+            assert (installed / file.relative_to(ROOT)).read_bytes() == file.read_bytes(), file
+    assert not list(installed.rglob("*.gguf")), "a package of its own has the target of smollm2"
 
 
 def test_the_device_is_checked_from_the_wheel(alone: Path) -> None:
@@ -61,5 +70,6 @@ def test_the_wheel_says_and_has_its_licence(installed: Path) -> None:
     (facts,) = installed.glob("*.dist-info")
     assert "License-Expression: Apache-2.0 AND MIT AND BSD-2-Clause" in (facts / "METADATA").read_text(encoding="utf-8")
     assert "Apache License" in (facts / "licenses" / "LICENSE").read_text(encoding="utf-8")
+    assert "SmolLM2-135M-Instruct" in (facts / "licenses" / "NOTICE").read_text(encoding="utf-8")
     library = installed / "app" / "api" / "static" / "markdown-it.LICENSE.txt"
     assert (facts / "licenses" / library.relative_to(installed)).read_bytes() == library.read_bytes()

@@ -19,6 +19,7 @@ import torch
 
 from app.config.engine import EngineConfig
 from app.config.error import ConfigError
+from app.config.pairs import draft_name
 from app.engine.checkpoint.draft import draft_config
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import find_folder, read_config
@@ -133,7 +134,7 @@ def _checkpoints(options: argparse.Namespace, folder: Path) -> tuple[Path, Path 
     if options.random_weights:
         return random_weights.write_configs(options.random_weights, folder)
     target = options.model or "demo"
-    draft = options.draft_model or ("demo" if target == "demo" else None)
+    draft = draft_name(target, options.draft_model)
     return find_folder(target, "target"), find_folder(draft, "draft") if draft else None
 
 
@@ -350,7 +351,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument_group("the models").add_argument
     add("--model", metavar="NAME", help="demo, a folder or a Hugging Face id")
-    add("--draft-model", metavar="NAME", help="[default: demo for the demo, else none]")
+    add("--draft-model", metavar="NAME", help="[default: that of a pair, else none]")
     about = (
         f"random weights instead, in the sizes of {', '.join(random_weights.NAMES)} or PATH/config.json, with a draft "
         f"to match; the demo's shape gets {random_weights.DEMO_POSITIONS} positions [default: demo]"

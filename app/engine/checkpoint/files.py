@@ -1,6 +1,7 @@
 """The files of a checkpoint: config.json, safetensors in one file or in shards with an index, and the tokenizer's."""
 
 import glob
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
+from app.config.pairs import PAIRS
 from app.engine.checkpoint.fields import fields, file_below
 from app.engine.checkpoint.gguf import GGUF_FILE, GgufHeader, read_header
 from app.engine.checkpoint.gguf_config import config_of, plain_name
@@ -17,7 +19,7 @@ from app.engine.checkpoint.gguf_folder import begins_as_gguf, choose, gguf_folde
 from app.engine.checkpoint.quantised import refuse_formats
 from app.engine.errors import UnsupportedError
 
-DEMO = Path(__file__).parents[2] / "demo" / "checkpoint"
+DEMO = PAIRS["demo"].draft.parent
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = (
@@ -90,21 +92,28 @@ def find_folder(
     *,
     has_tokenizer: bool = True,
 ) -> Path:
-    """Return the folder of a checkpoint: `demo`, an existing folder, or a Hugging Face id. Raises UnsupportedError. Of
-    an id `files` of the `revision`, a branch, tag or commit, are downloaded if the cache lacks them. Variables of
-    huggingface_hub apply, like HF_HUB_OFFLINE.
+    """Return the folder of a checkpoint: the name of a pair, an existing folder, or a Hugging Face id. Raises
+    UnsupportedError. Of an id `files` of the `revision`, a branch, tag or commit, are downloaded if the cache lacks
+    them. Variables of huggingface_hub apply, like HF_HUB_OFFLINE.
 
     A target may be a GGUF file too: FILE.gguf, a folder or an id whose weights are GGUF, followed by `:Q4_K_M` to
     choose one of several, or by its file's name. `gguf_folder` makes a folder of it, as `has_tokenizer` says.
     """
     path, (base, wanted) = Path(name).expanduser(), _with_file(name)
     folder = Path(base).expanduser()
-    is_local = name == "demo" or path.exists() or folder.is_dir()
+    is_local = name in PAIRS or path.exists() or folder.is_dir()
     if is_local and revision:
         given = f"{role} {name} is here, and only a Hugging Face id has a revision (here {revision})"
         raise UnsupportedError(f"{given}; leave it out, or give the id")
-    if name == "demo":
-        return DEMO / ("draft" if role == "draft" else "target")
+    if pair := PAIRS.get(name):
+        if role == "draft":
+            return pair.draft
+        try:
+            return find_folder(_target_of(name), role, files, has_tokenizer=has_tokenizer)
+        except UnsupportedError as error:
+            if not pair.missing:
+                raise
+            raise UnsupportedError(f"{error}; or bring another target of {name}: `{pair.missing}`") from None
     if is_local:
         file = path if path.exists() and not path.is_dir() else _local_gguf(folder, wanted)
         return folder if file is None else _of_gguf(file, name, role, has_tokenizer)
@@ -120,6 +129,25 @@ def find_folder(
         reason = f"the cache does not hold {stored}; unset HF_HUB_OFFLINE or check the network for one start"
         raise UnsupportedError(f"{role} {name}: {reason}")
     return _of_gguf(file, name, role, has_tokenizer)
+
+
+def _target_of(name: str) -> str:
+    """Return a pair's target as a name that `find_folder` takes. Raises UnsupportedError for a file with other bytes
+    than the draft was trained for."""
+    pair = PAIRS[name]
+    if isinstance(pair.target, Path):
+        return str(pair.target)
+    if (file := pair.target.file) is None:
+        return pair.original
+    try:
+        with file.open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise UnsupportedError(f"target {name}: {file} cannot be read: {error.strerror or error}") from None
+    if found != pair.target.sha256:
+        wrong = f"target {name}: {file} has the SHA-256 {found}, and {pair.target.requirement} has {pair.target.sha256}"
+        raise UnsupportedError(f"{wrong}; install it again: `{pair.target.command} --force-reinstall`")
+    return str(file)
 
 
 def _with_file(name: str) -> tuple[str, str]:

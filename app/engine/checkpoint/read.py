@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from app.config.engine import EngineConfig
+from app.config.pairs import PAIRS, draft_name
 from app.engine.checkpoint.draft import draft_config, refuse_foreign_tensors, windowed
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import (
@@ -50,10 +51,11 @@ def find_models(
 ) -> Folders:
     """Return the folders of models, downloaded if need be. Raises UnsupportedError."""
     target = find_folder(model, "target", revision=revision, has_tokenizer=tokenizer is None)
-    draft = draft_model or ("demo" if model == "demo" else None)
+    draft = draft_name(model, draft_model)
     text = find_folder(tokenizer, "tokenizer", TOKENIZER_HUB_FILES) if tokenizer else None
     drafted = f"; its draft is {draft if speculation and draft else 'none'}"
-    for note, more in zip(notes_of(target), (drafted, ""), strict=False):
+    notes = notes_of(target) if model not in PAIRS else ()  # a pair is described by app/config/pairs.py
+    for note, more in zip(notes, (drafted, ""), strict=False):
         print(f"{model}: {note}{more}", file=sys.stderr)
     if speculation and draft:
         return Folders(target, find_folder(draft, "draft", revision=draft_revision), text)

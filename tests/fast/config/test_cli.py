@@ -15,6 +15,7 @@ from app import cli
 from app.config.aliases import PEER_FLAGS, PeerFlag
 from app.config.error import ConfigError
 from app.config.flags import parse_flags, serve_parser
+from app.config.pairs import default_model
 from app.config.settings import Config, flag_name
 from app.config.sources import SETTINGS, load_config
 from app.engine.checkpoint.files import DEMO
@@ -56,8 +57,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, Path | None]]:
 @pytest.mark.parametrize(
     ("arguments", "pair", "said"),
     [
-        ("", (DEMO / "target", DEMO / "draft"), ""),
-        ("--no-speculation", (DEMO / "target", None), "plainly"),
+        ("demo", (DEMO / "target", DEMO / "draft"), ""),
+        ("demo --no-speculation", (DEMO / "target", None), "plainly"),
         ("target", (Path("target"), None), "--draft-model"),
         ("target --draft-model draft", (Path("target"), Path("draft")), ""),
     ],
@@ -305,7 +306,7 @@ def test_a_misspelt_command_gets_the_nearest(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_leading_flag_means_serve(served: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--port", "9000"]) == 7 and len(served) == 1
+    assert cli.main(["--port", "9000", "demo"]) == 7 and len(served) == 1
     assert cli.main(["--prot", "9000"]) == 2
     assert capsys.readouterr().err.startswith("error: unknown flag --prot: did you mean --port?\n")
 
@@ -338,7 +339,7 @@ def test_settings_that_do_not_fit_the_checkpoints_exit_2_before_a_server_starts(
     arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "app.api.process", None)
-    assert cli.main(["serve", *arguments]) == 2
+    assert cli.main(["serve", "demo", *arguments]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -476,11 +477,11 @@ def test_every_setting_is_in_one_group_of_the_help() -> None:
 @pytest.mark.parametrize(
     ("arguments", "model"),
     [
-        ("-fa", "demo"),
+        ("-fa", default_model()),
         ("-fa x", "x"),
         ("--flash-attn auto x", "x"),
         ("x -fa off", "x"),
-        ("--flash-attn --port 1", "demo"),
+        ("--flash-attn --port 1", default_model()),
     ],
 )
 def test_a_flag_that_sets_nothing_takes_no_model(arguments: str, model: str) -> None:
@@ -519,7 +520,7 @@ def test_help_and_settings_and_checkpoints_import_little(arguments: str, heavy: 
 
 def test_a_torch_npu_without_cann_cannot_break_imports_of_torch(served: list[Any]) -> None:
     os.environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
-    cli.main(["serve"])
+    cli.main(["serve", "demo"])
     assert os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"
 
 

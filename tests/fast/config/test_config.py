@@ -11,6 +11,7 @@ from app.config.aliases import PEER_FLAGS
 from app.config.engine import EngineConfig
 from app.config.error import ConfigError
 from app.config.flags import parse_flags
+from app.config.pairs import PAIRS, default_model
 from app.config.settings import Config, check_settings, flag_name
 from app.config.sources import SETTINGS, GivenSetting, load_config
 from app.config.values import parse_bytes
@@ -108,7 +109,7 @@ def test_variables_that_kubernetes_sets_for_a_service_are_not_ours(monkeypatch: 
 
 def test_an_empty_environment_variable_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DFLASH_MODEL", "")
-    assert load_config().model == "demo"
+    assert load_config().model == default_model()
 
 
 def test_a_bad_value_is_told_with_the_name_it_was_given_under(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,17 +141,18 @@ def test_a_peers_speculative_config_starts_as_it_stands_or_as_a_mapping_in_yaml(
 def test_keys_of_a_speculative_config_that_change_no_text_are_told(tmp_path: Path) -> None:
     text = '{"method": "dspark", "model": "d", "draft_sample_method": "greedy", "attention_backend": "FLASH_ATTN"}'
     for setting in (flag("speculative_config", text), yaml_file(tmp_path, f"speculative_config: {text}")):
-        sampled, attention = load_config([setting]).notes
+        sampled, attention = load_config([flag("model", "x"), setting]).notes
         assert "draft_sample_method" in sampled and "target's own choice" in sampled
         assert "attention_backend" in attention and "the device decides" in attention
 
 
 @pytest.mark.parametrize("text", ['{"method": "dflash"}', '{"num_speculative_tokens": 7}'])
-def test_a_speculative_config_without_a_draft_is_for_the_demo_alone(tmp_path: Path, monkeypatch, text: str) -> None:
+def test_a_speculative_config_without_a_draft_is_for_pairs_alone(tmp_path: Path, monkeypatch, text: str) -> None:
     wish, target = flag("speculative_config", text), flag("model", "x")
     for asked in (wish, yaml_file(tmp_path, f"speculative_config: {text}")):
         assert "names no draft" in str(refusal(target, asked))
-        assert load_config([asked]).model == "demo"
+        assert load_config([asked]).model == default_model()
+        assert all(load_config([flag("model", name), asked]).model == name for name in PAIRS)
         assert load_config([target, asked, flag("draft_model", "d")]).draft_model == "d"
         assert not load_config([target, asked, flag("speculation", False)]).speculation
     monkeypatch.setenv("DFLASH_SPECULATIVE_CONFIG", text)

