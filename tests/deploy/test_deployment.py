@@ -26,6 +26,7 @@ from packaging.version import Version
 from app.api.server import ROUTERS
 from app.config.error import ConfigError
 from app.config.flags import parse_flags, serve_parser
+from app.config.pairs import PAIRS, default_model
 from app.config.settings import Config, env_name
 from app.config.sources import SETTINGS, load_config
 from app.engine.npu.error_codes import MEANINGS
@@ -328,9 +329,10 @@ def test_every_path_that_is_asked_is_served() -> None:
     assert "/readyz" not in PATHS
 
 
-def test_no_weights_but_the_demo_pairs_go_into_the_package() -> None:
+def test_no_weights_but_those_of_pairs_go_into_the_package() -> None:
     weights = {str(path.relative_to(ROOT)) for path in (ROOT / "app").rglob("*.safetensors")}
-    assert weights and all(path.startswith("app/demo/checkpoint/") for path in weights)
+    folders = [str(pair.draft.relative_to(ROOT)) for pair in PAIRS.values()] + ["app/demo/checkpoint/target"]
+    assert sorted({str(Path(path).parent) for path in weights}) == sorted(folders)
 
 
 def test_files_that_the_guide_names_exist() -> None:
@@ -418,7 +420,7 @@ def test_the_settings_of_compose_are_valid(monkeypatch: pytest.MonkeyPatch) -> N
     for variable, value in services()["server-0"]["environment"].items():
         monkeypatch.setenv(variable, value)
     config = load_config()
-    assert (config.model, config.draft_model) == ("demo", None)
+    assert (config.model, config.draft_model) == (default_model(), None)
     seconds = int(services()["server-0"]["stop_grace_period"].removesuffix("s"))
     assert seconds >= config.drain_delay + config.shutdown_timeout + 10
     interval, fall = re.findall(r"check inter (\d+)s fall (\d+) ", read("docker/haproxy.cfg"))[0]
@@ -437,8 +439,10 @@ def test_a_pod_gets_as_many_npus_as_the_model_is_shared_by() -> None:
 # --- what a build reads and leaves behind -----------------------------------------------------------------------------
 
 
-RUNS = ("apt-get install", "/torch.txt", "/requirements.txt", "/src", "useradd")
+RUNS = ("apt-get install", "/torch.txt", "/smollm2.txt", "/requirements.txt", "/src", "useradd")
 """Words of the steps that make layers, from what changes least to what changes most."""
+WITH_SMOLLM2 = ("Dockerfile.cpu",)
+"""Images that hold the target of smollm2. Devices are for larger models, which their users mount."""
 COMPILERS = {"Dockerfile.cpu": " g++ ", "Dockerfile.cuda": " gcc libc6-dev"}
 """What the CPU's operators and Triton's launchers are compiled with when a container runs."""
 
@@ -446,10 +450,12 @@ COMPILERS = {"Dockerfile.cpu": " g++ ", "Dockerfile.cuda": " gcc libc6-dev"}
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_what_changes_often_lies_above_what_is_large_and_no_password_stays(name: str) -> None:
     steps = instructions(name)
-    runs = [next(i for i, (kind, text) in reversed([*enumerate(steps)]) if kind == "RUN" and w in text) for w in RUNS]
-    assert runs == sorted(runs) and runs[3] < steps.index(("ARG", "USER_ID=1000"))
+    last = [*reversed([*enumerate(steps)])]
+    words = [word for word in RUNS if word != "/smollm2.txt" or name in WITH_SMOLLM2]
+    runs = [next(i for i, (kind, text) in last if kind == "RUN" and word in text) for word in words]
+    assert runs == sorted(runs) and runs[-2] < steps.index(("ARG", "USER_ID=1000"))
     assert runs[0] < steps.index(("ARG", "PIP_INDEX_URL")), "a default would be preferred to the secret's index"
-    for run in runs[1:3]:
+    for run in runs[1:-2]:
         assert "--mount=type=secret,id=pip,target=/etc/pip.conf " in steps[run][1]
     assert COMPILERS.get(name, "") in steps[runs[0]][1]
 
