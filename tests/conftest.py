@@ -32,4 +32,5 @@ def compiled_operators(tmp_path_factory: pytest.TempPathFactory) -> None:
 
         with (tmp_path_factory.getbasetemp().parent / "compiling").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            linear.operator_for(sys.modules["torch"].float32)
+            for dtype in linear.DTYPES:
+                linear.operator_for(dtype)

@@ -1,4 +1,4 @@
-// The operator dflash_server::attention: softmax(q k^T / sqrt(D)) v over paged K and V in float32 or bfloat16.
+// The operator attention: softmax(q k^T / sqrt(D)) v over paged K and V in the library's dtype.
 //
 // K and V are read where they lie, by the page table. All rows of a sequence, up to MOST_ROWS, and all query heads of a
 // KV head share one reading.
@@ -12,7 +12,7 @@
 #include "vectors.h"
 #include "work.h"
 
-using namespace dflash_server;
+using namespace OPERATORS;
 
 namespace {
 
@@ -66,9 +66,8 @@ struct Block {
   int64_t seq, first, rows, start, end;
 };
 
-template <class Kind>
 struct Attention : AttentionRows {
-  using Number = typename Kind::Number;
+  using Number = Own::Number;
   static constexpr int HALVES = 4 / sizeof(Number);  // vectors of fp32 that one of numbers becomes
 
   explicit Attention(const AttentionRows& rows) : AttentionRows(rows) {}
@@ -76,8 +75,8 @@ struct Attention : AttentionRows {
   const Number *q = static_cast<const Number*>(AttentionRows::q), *k = static_cast<const Number*>(AttentionRows::k);
   const Number* v = static_cast<const Number*>(AttentionRows::v);
   Number* y = static_cast<Number*>(AttentionRows::y);
-  const int64_t group = heads / kv_heads, steps = (dim + Kind::STEP - 1) / Kind::STEP;
-  const bool pads = dim % Kind::STEP;
+  const int64_t group = heads / kv_heads, steps = (dim + Own::STEP - 1) / Own::STEP;
+  const bool pads = dim % Own::STEP;
   const float scale = 1 / std::sqrt(float(dim)), exponent = scale * 1.44269504f;
 
   // Tokens [start, end) that a sequence's row sees.
@@ -136,8 +135,8 @@ struct Attention : AttentionRows {
           Bits odd = reinterpret_cast<Bits>(values[1] * factor);
           out = rounded(out) >> 16 | (rounded(odd) & 0xffff0000u);
         }
-        const int64_t left = dim - step * Kind::STEP;
-        std::memcpy(to + step * Kind::STEP, &out, std::min<int64_t>(left, Kind::STEP) * sizeof(Number));
+        const int64_t left = dim - step * Own::STEP;
+        std::memcpy(to + step * Own::STEP, &out, std::min<int64_t>(left, Own::STEP) * sizeof(Number));
       }
     }
   }
@@ -148,7 +147,7 @@ struct Attention : AttentionRows {
   const Number* padded(Lanes* to, const Number* from) const {
     Number* copy = reinterpret_cast<Number*>(to);
     std::memcpy(copy, from, dim * sizeof(Number));
-    std::fill(copy + dim, copy + steps * Kind::STEP, Number(0));
+    std::fill(copy + dim, copy + steps * Own::STEP, Number(0));
     return copy;
   }
 
@@ -159,16 +158,16 @@ struct Attention : AttentionRows {
     Lanes sums[R * T];
     each<R * T>([&](auto i) UNROLLED { sums[i] = Lanes{}; });
     for (int64_t step = 0; step < steps; step++) {
-      if (values) each<T>([&](auto t) UNROLLED { __builtin_prefetch(values[t] + step * Kind::STEP); });
-      each<Kind::PARTS>([&](auto part) UNROLLED {
+      if (values) each<T>([&](auto t) UNROLLED { __builtin_prefetch(values[t] + step * Own::STEP); });
+      each<Own::PARTS>([&](auto part) UNROLLED {
         Lanes own[R];
         each<R>([&](auto r) UNROLLED {
-          in_register(own[r] = Kind::part(reinterpret_cast<const Bits&>(rows[r * steps + step]), part));
+          in_register(own[r] = Own::part(reinterpret_cast<const Bits&>(rows[r * steps + step]), part));
         });
         each<T>([&](auto t) UNROLLED {
-          Lanes key = Kind::part_at(reinterpret_cast<const char*>(keys[t] + step * Kind::STEP), part);
+          Lanes key = Own::part_at(reinterpret_cast<const char*>(keys[t] + step * Own::STEP), part);
           in_register(key);
-          each<R>([&](auto r) UNROLLED { sums[r * T + t] = Kind::add(key, own[r], sums[r * T + t]); });
+          each<R>([&](auto r) UNROLLED { sums[r * T + t] = Own::add(key, own[r], sums[r * T + t]); });
         });
       });
     }
@@ -210,8 +209,8 @@ struct Attention : AttentionRows {
     Lanes sums[R * N];
     each<R * N>([&](auto i) UNROLLED { sums[i] = values[i / N * size + i % N] * factors[i / N]; });
     for (int64_t t = first; t < last; t++) {
-      const Bits* from = reinterpret_cast<const Bits*>(rows[t] + step * Kind::STEP);
-      if (ahead) each<S>([&](auto i) UNROLLED { __builtin_prefetch(ahead[t] + (step + i) * Kind::STEP); });
+      const Bits* from = reinterpret_cast<const Bits*>(rows[t] + step * Own::STEP);
+      if (ahead) each<S>([&](auto i) UNROLLED { __builtin_prefetch(ahead[t] + (step + i) * Own::STEP); });
       Lanes own[N];
       each<N>([&](auto i) UNROLLED {
         const Bits numbers = from[i / HALVES];
@@ -312,9 +311,8 @@ struct Attention : AttentionRows {
 
 // Blocks of rows and the query heads of one KV head. If they are few, threads share their chunks, and another work folds
 // what they found.
-template <class Kind>
-struct Plan : Attention<Kind> {
-  using Base = Attention<Kind>;
+struct Plan : Attention {
+  using Base = Attention;
   struct Chunk {
     int64_t item, number;
     Lanes* found;
@@ -378,11 +376,9 @@ int64_t multiplications(const AttentionRows& of) {
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& starts, const Tensor& lengths,
                  const Tensor& table, int64_t page_size, bool causal, std::optional<int64_t> window,
                  const std::optional<Tensor>& sinks) {
-  const ScalarType type = q.scalar_type();
-  const bool is_float32 = type == ScalarType::Float;
   const int64_t rows = q.size(0), heads = q.size(1), dim = q.size(2), kv_heads = k.size(k.dim() - 2);
-  STD_TORCH_CHECK((is_float32 || type == ScalarType::BFloat16) && k.scalar_type() == type && v.scalar_type() == type,
-                  "attention takes q, k and v of one dtype, float32 or bfloat16");
+  auto is_own = [](const Tensor& x) { return x.scalar_type() == Own::TYPE; };
+  STD_TORCH_CHECK(is_own(q) && is_own(k) && is_own(v), "attention takes q, k and v of its dtype");
   STD_TORCH_CHECK(q.dim() == 3 && q.stride(2) == 1 && k.is_contiguous() && v.is_contiguous() && k.numel() == v.numel() &&
                       k.size(k.dim() - 1) == dim && heads % kv_heads == 0,
                   "attention takes q [T, heads, D], and k and v [.., kv_heads, D] in row order");
@@ -400,31 +396,27 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
                             table.size(1), heads, kv_heads, dim, page_size, window.value_or(INT32_MAX), causal};
   const int64_t threads = threads_for(multiplications(of));
   Works works;
-  add_attention(works, is_float32, of, threads);
+  add_attention(works, of, threads);
   team().run(works, threads);
   return y;
 }
 
 }  // namespace
 
-namespace dflash_server {
+namespace OPERATORS {
 
-void add_attention(Works& works, bool is_float32, const AttentionRows& of, int64_t threads) {
-  auto add = [&](auto kind) {
-    using Kind = decltype(kind);
-    const auto plan = std::make_shared<const Plan<Kind>>(of, threads);
-    works.push_back(std::make_unique<Function>(plan->chunks.size(), [plan](int64_t i) { plan->run_chunk(i); }));
-    works.push_back(std::make_unique<Function>(plan->num_items, [plan](int64_t i) { plan->run_item(i); }));
-  };
-  is_float32 ? add(Float32()) : add(BFloat16());
+void add_attention(Works& works, const AttentionRows& of, int64_t threads) {
+  const auto plan = std::make_shared<const Plan>(of, threads);
+  works.push_back(std::make_unique<Function>(plan->chunks.size(), [plan](int64_t i) { plan->run_chunk(i); }));
+  works.push_back(std::make_unique<Function>(plan->num_items, [plan](int64_t i) { plan->run_item(i); }));
 }
 
-}  // namespace dflash_server
+}  // namespace OPERATORS
 
-STABLE_TORCH_LIBRARY_FRAGMENT(dflash_server, library) {
+STABLE_TORCH_LIBRARY_FRAGMENT(OPERATORS, library) {
   library.def(
       "attention(Tensor q, Tensor k, Tensor v, Tensor starts, Tensor lengths, Tensor table, int page_size, bool causal, "
       "int? window, Tensor? sinks) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(dflash_server, CPU, library) { library.impl("attention", TORCH_BOX(&attention)); }
+STABLE_TORCH_LIBRARY_IMPL(OPERATORS, CPU, library) { library.impl("attention", TORCH_BOX(&attention)); }

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from app.engine.cpu import linear
+from app.engine.cpu.library import operators
 from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv, ProjectedRows
 
 
@@ -18,7 +19,7 @@ def attention(q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: Attenti
     K and V may also be slots [slots, kv_heads, D].
     """
     lengths = meta.query_start_loc, meta.seq_lens, meta.page_table
-    o: Tensor = torch.ops.dflash_server.attention(q_thd, kv.k, kv.v, *lengths, meta.page_size, *mask, sinks)
+    o: Tensor = operators(q_thd.dtype).attention(q_thd, kv.k, kv.v, *lengths, meta.page_size, *mask, sinks)
     return o
 
 
@@ -30,5 +31,5 @@ def rotate_into(rows: ProjectedRows) -> Tensor:
     """
     qkv, q_norm, k_norm, eps, (turns,), kv, slots = rows
     pairs = torch.view_as_real(turns)
-    q: Tensor = torch.ops.dflash_server.rotate_into(qkv, q_norm, k_norm, eps, pairs, kv.k, kv.v, slots)
+    q: Tensor = operators(qkv.dtype).rotate_into(qkv, q_norm, k_norm, eps, pairs, kv.k, kv.v, slots)
     return q

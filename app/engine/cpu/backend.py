@@ -78,9 +78,9 @@ class CpuBackend(TorchBackend):
         self._dtype = dtype
 
     def make_operators(self, on_progress: Callable[[int, int], None]) -> None:
+        """Say how a dtype's operators are made, when the plan first asks for them."""
         library.on_source.set(on_progress)
-        if linear.operator_for(self._dtype):
-            torch.ops.dflash_server.set_heartbeat(torch.from_numpy(heartbeat.count))
+        linear.set_up(heartbeat=torch.from_numpy(heartbeat.count))
 
     def end_of_load(self, *, tune: bool) -> None:
         """Time products of few rows, and use PyTorch where it is faster. A small model does not, because PyTorch's
@@ -91,7 +91,7 @@ class CpuBackend(TorchBackend):
 
     def use_operators(self, rows: int) -> None:
         """Use our kernels for up to `rows` rows, where they exist for the dtype."""
-        torch.ops.dflash_server.set_most_rows(rows)
+        linear.set_up(most_rows=rows)
         if self._few_rows:
             self._few_rows = rows
             logger.debug("forwards by one operator: up to %d rows", rows)
@@ -102,7 +102,7 @@ class CpuBackend(TorchBackend):
         if not linear.operator_for(parts[0].dtype):
             self._few_rows = 0
             return self.pack_columns(*parts)
-        linear.set_threads(torch.get_num_threads())
+        linear.set_up(threads=torch.get_num_threads())
         packed = parts[0].contiguous()
         if len(parts) > 1:
             packed = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1])
@@ -118,7 +118,7 @@ class CpuBackend(TorchBackend):
         )
 
     def pack_quantised(self, weight: QuantisedWeight) -> QuantisedWeight:
-        linear.set_threads(torch.get_num_threads())
+        linear.set_up(threads=torch.get_num_threads())
         self._num_parameters += weight.data.numel()
         return weight
 
@@ -169,7 +169,7 @@ class CpuBackend(TorchBackend):
             if len(x) > max(self._few_rows, linear.MOST_ROWS):  # PyTorch is quicker, though it widens the weight first
                 product = torch.mm(x, weight.data.t().to(x.dtype)).mul_(weight.scales[:, 0])
                 return product if bias is None else product.add_(bias)
-            return torch.ops.dflash_server.linear_int8(x.contiguous(), weight.data, weight.scales, bias)
+            return library.operators(x.dtype).linear_int8(x.contiguous(), weight.data, weight.scales, bias)
         if weight.is_contiguous() and (multiply := linear.operator_for(weight.dtype)):
             return multiply(x, weight, bias)
         return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
@@ -219,7 +219,7 @@ class CpuBackend(TorchBackend):
         if not attention.supports(features.dtype) or len(features) > self._few_rows:
             return False
         turns = torch.view_as_real(rotation[0])
-        torch.ops.dflash_server.context(features, *projections, turns, slots, kv.k, kv.v)
+        library.operators(features.dtype).context(features, *projections, turns, slots, kv.k, kv.v)
         return True
 
     def choose(self, hidden: Tensor, lm_head: Tensor) -> Tensor | None:
@@ -227,7 +227,7 @@ class CpuBackend(TorchBackend):
         if not attention.supports(hidden.dtype) or rows > self._few_rows or not lm_head.is_contiguous():
             return None
         choices = torch.empty(rows, dtype=torch.int64)
-        torch.ops.dflash_server.best_of(hidden.contiguous(), lm_head, choices)
+        library.operators(hidden.dtype).best_of(hidden.contiguous(), lm_head, choices)
         return choices
 
     def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
@@ -267,8 +267,7 @@ class InvariantCpuBackend(CpuBackend):
 
     def make_operators(self, on_progress: Callable[[int, int], None]) -> None:
         super().make_operators(on_progress)
-        if linear.operator_for(torch.float32):
-            self.use_operators(linear.ALL_ROWS)
+        self.use_operators(linear.ALL_ROWS)
 
     def check(self, decoder: DecoderConfig, block_size: int, page_size: int, dtype: torch.dtype) -> None:
         super().check(decoder, block_size, page_size, dtype)

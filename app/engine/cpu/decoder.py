@@ -7,6 +7,7 @@ from torch import Tensor
 
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.cpu import linear
+from app.engine.cpu.library import operators
 from app.engine.device.base import AttentionMetadata, LayerKv, Rotation
 from app.engine.quantised import QuantisedWeight, Weight
 
@@ -41,7 +42,7 @@ class Decoder:
         lengths = meta.query_start_loc, meta.seq_lens, meta.page_table
         turns = torch.view_as_real(rotation[0])
         inputs = embedded, self._layers, *self._sizes, self._norm, turns, slots, *lengths, kv.k, kv.v
-        torch.ops.dflash_server.decoder(*inputs, hidden, features)
+        operators(embedded.dtype).decoder(*inputs, hidden, features)
         return hidden, features
 
 

@@ -1,18 +1,18 @@
-// The operator dflash_server::linear: x @ weight.T + bias for few rows x [T, in] and a weight [out, in] in row order,
-// in float32 or bfloat16, whose numbers are read once. Every sum over `in` is made in fp32 lanes in one order, whatever
+// The operator linear: x @ weight.T + bias for few rows x [T, in] and a weight [out, in] in row order,
+// in the library's dtype, whose numbers are read once. Every sum over `in` is made in fp32 lanes in one order, whatever
 // the other rows and threads. So a row's result does not depend on the batch. More than `most_rows` rows go to PyTorch.
 //
 // Rows of x are packed in the order in which tiles read them. A tile has ROWS rows and OUTS outputs, whose sums stay in
 // registers. Rows of x and of the weight are walked DEPTH_BYTES at a time, which the first cache holds for 16 rows.
 //
-// The operator dflash_server::linear_int8 multiplies by a weight in int8 with a scale a row, for any number of rows.
-// The operator dflash_server::linear_float32 leaves the sums of bfloat16 in float32. It computes any number of rows,
-// because PyTorch would round them.
+// The operator linear_int8 multiplies by a weight in int8 with a scale a row, for any number of rows.
+// The operator linear_float32 leaves the sums in float32. It computes any number of rows,
+// because PyTorch would round them to bfloat16.
 
 #include "vectors.h"
 #include "work.h"
 
-using namespace dflash_server;
+using namespace OPERATORS;
 
 namespace {
 
@@ -86,9 +86,8 @@ Lanes* sums_of_tile(int64_t tile) {
 }
 
 // Read row i into numbers [size], which fill their last step with zeros.
-template <class Kind>
-void read_row(const Rows& rows, int64_t i, typename Kind::Number* to) {
-  const typename Kind::Number* from = static_cast<const typename Kind::Number*>(rows.x) + i * rows.stride;
+void read_row(const Rows& rows, int64_t i, Own::Number* to) {
+  const Own::Number* from = static_cast<const Own::Number*>(rows.x) + i * rows.stride;
   if (!rows.norm && !rows.gated) {
     std::memcpy(to, from, rows.size * sizeof *to);
     return;
@@ -96,9 +95,9 @@ void read_row(const Rows& rows, int64_t i, typename Kind::Number* to) {
   const int64_t vectors = (rows.size + LANES - 1) / LANES;
   struct Wide;
   Lanes *wide = scratch<Wide>(2 * vectors), *up = wide + vectors;
-  widen<Kind>(from, rows.size, wide);
+  widen(from, rows.size, wide);
   if (rows.gated) {
-    widen<Kind>(from + rows.size, rows.size, up);
+    widen(from + rows.size, rows.size, up);
     for (int64_t k = 0; k < vectors; k++) {
       const Lanes x = wide[k], power = exp2((x > 0 ? -x : x) * 1.44269504f);
       wide[k] = x * up[k] * (x > 0 ? Lanes{} + 1 : power) / (power + 1);
@@ -112,12 +111,12 @@ void read_row(const Rows& rows, int64_t i, typename Kind::Number* to) {
       if (rows.finite && !std::isfinite(numbers[k])) numbers[k] = 0;
     }
   }
-  narrow<Kind>(wide, rows.size, to);
+  narrow(wide, rows.size, to);
 }
 
-// A product as the threads share it, of rows of a kind and a weight of another or the same. Each packs the rows for
+// A product as the threads share it, of rows and a weight of the same kind or another. Each packs the rows for
 // itself: ROWS rows at a time, or fewer last, side by side for each step.
-template <class Own, class Kind, class Result>
+template <class Kind, class Result>
 struct ProductWork : Work {
   using Number = typename Kind::Number;
   using Written = typename Result::Number;
@@ -125,7 +124,7 @@ struct ProductWork : Work {
   const int64_t in = of.rows.size, out = of.out, whole = in / Kind::STEP, steps = (in + Kind::STEP - 1) / Kind::STEP;
   const int64_t tiles = out / OUTS, threads, group = size_of_group(out, threads), groups = (tiles + group - 1) / group;
   const Number* weight = static_cast<const Number*>(of.weight);
-  const typename Own::Number* bias = static_cast<const typename Own::Number*>(of.bias);
+  const Own::Number* bias = static_cast<const Own::Number*>(of.bias);
 
   ProductWork(const Product& of, int64_t threads) : Work(num_parts(of.out, threads)), of(of), threads(threads) {}
 
@@ -144,12 +143,12 @@ struct ProductWork : Work {
     Lanes* to = scratch<Packed>((of.rows.count + 1) * steps * Kind::PARTS);
     if (std::exchange(owner, serial) == serial) return to;
     Bits* row = reinterpret_cast<Bits*>(to + of.rows.count * steps * Kind::PARTS);
-    typename Own::Number* numbers = reinterpret_cast<typename Own::Number*>(row);
+    Own::Number* numbers = reinterpret_cast<Own::Number*>(row);
     std::fill(numbers + whole * Kind::STEP, numbers + steps * Kind::STEP, 0);
     tiles_of_rows(of.rows.count, [&](auto tile_rows, int64_t first) {
       constexpr int R = tile_rows;
       for (int64_t r = 0; r < R; r++) {
-        read_row<Own>(of.rows, first + r, numbers);
+        read_row(of.rows, first + r, numbers);
         for (int64_t k = 0; k < steps; k++)
           for (int part = 0; part < Kind::PARTS; part++)
             to[first * steps * Kind::PARTS + (k * Kind::PARTS + part) * R + r] = part_of(row, numbers, k, part);
@@ -159,7 +158,7 @@ struct ProductWork : Work {
   }
 
   // Return the numbers of a row that a part of a step multiplies.
-  static Lanes part_of(const Bits* row, const typename Own::Number* numbers, int64_t k, int part) {
+  static Lanes part_of(const Bits* row, const Own::Number* numbers, int64_t k, int part) {
     if constexpr (std::is_same_v<Own, Kind>) return Kind::part(row[k], part);
     Lanes wide;
     for (int i = 0; i < LANES; i++) wide[i] = Own::wide(numbers[k * Kind::STEP + part * LANES + i]);
@@ -177,7 +176,7 @@ struct ProductWork : Work {
     place.scales = of.scales ? scales : nullptr;
     for (int i = 0; of.scales && i < ROWS * O; i++) scales[i] = of.scales[at + i % O];
     for (int i = 0; place.added && i < ROWS * O; i++) {
-      typename Own::Number number;  // a mapped file may have it at any place
+      Own::Number number;  // a mapped file may have it at any place
       std::memcpy(&number, bias + at + i % O, sizeof number);
       added[i] = Own::wide(number);
     }
@@ -261,9 +260,8 @@ struct Best {
 };
 
 // A product whose outputs are compared, and not kept: `best` [parts, rows].
-template <class Kind>
-struct BestWork : ProductWork<Kind, Kind, Float32> {
-  using Base = ProductWork<Kind, Kind, Float32>;
+struct BestWork : ProductWork<Own, Float32> {
+  using Base = ProductWork<Own, Float32>;
   std::vector<Best>& best;
 
   BestWork(const Product& of, int64_t threads, std::vector<Best>& best) : Base(of, threads), best(best) {
@@ -285,13 +283,8 @@ struct BestWork : ProductWork<Kind, Kind, Float32> {
   }
 };
 
-template <class One>
-void with_kind(bool is_float32, const One& one) {
-  is_float32 ? one(Float32()) : one(BFloat16());
-}
-
-// Multiply x of a kind by a weight of a kind, and write sums as Result.
-template <class Own, class Kind = Own, class Result = Own>
+// Multiply x by a weight of a kind, and write sums as Result.
+template <class Kind = Own, class Result = Own>
 void multiply(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, Tensor& y,
               const float* scales = nullptr) {
   const Rows rows = {x.data_ptr(), x.size(0), x.size(1), x.size(1)};
@@ -299,24 +292,21 @@ void multiply(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   const void* added = bias.has_value() ? bias->data_ptr() : nullptr;
   const Product product = {rows, out, weight.data_ptr(), added, y.data_ptr(), scales};
   Works works;
-  works.push_back(std::make_unique<ProductWork<Own, Kind, Result>>(product, threads));
+  works.push_back(std::make_unique<ProductWork<Kind, Result>>(product, threads));
   team().run(works, threads);
 }
 
 int64_t own_threads = 0;  // or 0 for as many as PyTorch has
 int64_t most_rows = 32;   // of a product that runs here
 
-// Return true for tensors of one dtype of `linear`, in row order, whose sizes fit.
+// Return true for tensors of the library's dtype, in row order, whose sizes fit.
 bool is_own(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  const ScalarType type = x.scalar_type();
-  auto fits = [type](const Tensor& tensor) { return tensor.scalar_type() == type && tensor.is_contiguous(); };
-  const bool is_ours = type == ScalarType::Float || type == ScalarType::BFloat16;
-  return is_ours && fits(x) && fits(weight) && (!bias.has_value() || fits(*bias)) && x.dim() == 2 && weight.dim() == 2 &&
+  auto fits = [](const Tensor& tensor) { return tensor.scalar_type() == Own::TYPE && tensor.is_contiguous(); };
+  return fits(x) && fits(weight) && (!bias.has_value() || fits(*bias)) && x.dim() == 2 && weight.dim() == 2 &&
          x.size(1) == weight.size(1) && x.size(1) > 0;
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  const bool is_float32 = x.scalar_type() == ScalarType::Float;
   if (!is_own(x, weight, bias) || x.size(0) > most_rows) {
     StableIValue stack[] = {torch::stable::detail::from(x), torch::stable::detail::from(weight),
                             torch::stable::detail::from(bias)};
@@ -324,21 +314,19 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
     return torch::stable::detail::to<Tensor>(stack[0]);
   }
   Tensor y = torch::stable::new_empty(x, {x.size(0), weight.size(0)});
-  is_float32 ? multiply<Float32>(x, weight, bias, y) : multiply<BFloat16>(x, weight, bias, y);
+  multiply(x, weight, bias, y);
   return y;
 }
 
 Tensor linear_float32(const Tensor& x, const Tensor& weight) {
-  STD_TORCH_CHECK(is_own(x, weight, {}) && x.scalar_type() == ScalarType::BFloat16,
-                  "linear_float32 takes contiguous x [T, in] and weight [out, in] in bfloat16");
+  STD_TORCH_CHECK(is_own(x, weight, {}), "linear_float32 takes contiguous x [T, in] and weight [out, in] of its dtype");
   Tensor y = torch::stable::new_empty(x, {x.size(0), weight.size(0)}, ScalarType::Float);
-  multiply<BFloat16, BFloat16, Float32>(x, weight, {}, y);
+  multiply<Own, Float32>(x, weight, {}, y);
   return y;
 }
 
 Tensor linear_int8(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias) {
-  const bool is_float32 = x.scalar_type() == ScalarType::Float;
-  STD_TORCH_CHECK((is_float32 || x.scalar_type() == ScalarType::BFloat16) && x.is_contiguous() && x.dim() == 2 &&
+  STD_TORCH_CHECK(x.scalar_type() == Own::TYPE && x.is_contiguous() && x.dim() == 2 &&
                       x.size(1) > 0 && weight.scalar_type() == ScalarType::Char && weight.is_contiguous() &&
                       weight.dim() == 2 && weight.size(1) == x.size(1) && scales.is_contiguous() &&
                       scales.scalar_type() == ScalarType::Float && scales.numel() == weight.size(0) &&
@@ -346,7 +334,7 @@ Tensor linear_int8(const Tensor& x, const Tensor& weight, const Tensor& scales, 
                   "linear_int8 takes contiguous x [T, in], weight [out, in] in int8 and scales [out] in float32");
   const float* factors = static_cast<const float*>(scales.data_ptr());
   Tensor y = torch::stable::new_empty(x, {x.size(0), weight.size(0)});
-  is_float32 ? multiply<Float32, Int8>(x, weight, bias, y, factors) : multiply<BFloat16, Int8>(x, weight, bias, y, factors);
+  multiply<Int8>(x, weight, bias, y, factors);
   return y;
 }
 
@@ -356,10 +344,8 @@ void best_of(const Tensor& x, const Tensor& weight, Tensor choices) {
   const int64_t rows = x.size(0), in = x.size(1), out = weight.size(0), threads = threads_for(rows * in * out);
   std::vector<Best> best;
   Works works;
-  with_kind(x.scalar_type() == ScalarType::Float, [&](auto kind) {
-    const Product product = {{x.data_ptr(), rows, in, in}, out, weight.data_ptr()};
-    works.push_back(std::make_unique<BestWork<decltype(kind)>>(product, threads, best));
-  });
+  const Product product = {{x.data_ptr(), rows, in, in}, out, weight.data_ptr()};
+  works.push_back(std::make_unique<BestWork>(product, threads, best));
   team().run(works, threads);
   for (int64_t row = 0; row < rows; row++) {
     Best most = best[row];
@@ -379,32 +365,27 @@ void set_heartbeat(const Tensor& count) {
 
 }  // namespace
 
-namespace dflash_server {
+namespace OPERATORS {
 
 int64_t threads_for(int64_t multiplications) {
   constexpr int64_t SMALL = 1 << 18;
   return multiplications < SMALL ? 1 : own_threads ? own_threads : torch::stable::get_num_threads();
 }
 
-void add_product(Works& works, bool is_float32, const Product& of, int64_t threads) {
-  with_kind(is_float32, [&](auto kind) {
-    using Own = decltype(kind);
-    if (of.scales) works.push_back(std::make_unique<ProductWork<Own, Int8, Own>>(of, threads));
-    else works.push_back(std::make_unique<ProductWork<Own, Own, Own>>(of, threads));
-  });
+void add_product(Works& works, const Product& of, int64_t threads) {
+  if (of.scales) works.push_back(std::make_unique<ProductWork<Int8, Own>>(of, threads));
+  else works.push_back(std::make_unique<ProductWork<Own, Own>>(of, threads));
 }
 
-void add_rows(Works& works, bool is_float32, const Rows& rows, void* y) {
-  with_kind(is_float32, [&](auto kind) {
-    auto* to = static_cast<typename decltype(kind)::Number*>(y);
-    auto one = [rows, to](int64_t row) { read_row<decltype(kind)>(rows, row, to + row * rows.size); };
-    works.push_back(std::make_unique<Function>(rows.count, one));
-  });
+void add_rows(Works& works, const Rows& rows, void* y) {
+  auto* to = static_cast<Own::Number*>(y);
+  auto one = [rows, to](int64_t row) { read_row(rows, row, to + row * rows.size); };
+  works.push_back(std::make_unique<Function>(rows.count, one));
 }
 
-}  // namespace dflash_server
+}  // namespace OPERATORS
 
-STABLE_TORCH_LIBRARY(dflash_server, library) {
+STABLE_TORCH_LIBRARY_FRAGMENT(OPERATORS, library) {
   library.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   library.def("linear_int8(Tensor x, Tensor weight, Tensor scales, Tensor? bias) -> Tensor");
   library.def("linear_float32(Tensor x, Tensor weight) -> Tensor");
@@ -414,7 +395,7 @@ STABLE_TORCH_LIBRARY(dflash_server, library) {
   library.def("set_heartbeat(Tensor(a!) count) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(dflash_server, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(OPERATORS, CPU, library) {
   library.impl("linear", TORCH_BOX(&linear));
   library.impl("linear_int8", TORCH_BOX(&linear_int8));
   library.impl("linear_float32", TORCH_BOX(&linear_float32));
@@ -422,7 +403,7 @@ STABLE_TORCH_LIBRARY_IMPL(dflash_server, CPU, library) {
   library.impl("set_heartbeat", TORCH_BOX(&set_heartbeat));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(dflash_server, CompositeExplicitAutograd, library) {
+STABLE_TORCH_LIBRARY_IMPL(OPERATORS, CompositeExplicitAutograd, library) {
   library.impl("set_most_rows", TORCH_BOX(&set_most_rows));
   library.impl("set_threads", TORCH_BOX(&set_threads));
 }

@@ -5,17 +5,16 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable
 from functools import cache
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.cpu.library import load_operators, processor
+from app.engine.cpu.library import DTYPES, load_operators, operators, processor
 
 logger = logging.getLogger(__name__)
 
-DTYPES = (torch.float32, torch.bfloat16)
 MOST_ROWS = 32
 """Rows up to which the operator is used for products that were not timed, as in linear.cpp."""
 ALL_ROWS = 1 << 30
@@ -35,66 +34,86 @@ SLOWER = "PyTorch's operators run, and answers take about 3 to 5 times as long"
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
+_settings: dict[str, Any] = {}
+"""Arguments of the operators `set_*`, for every dtype that is loaded, or will be."""
+_loaded: list[torch.dtype] = []
+
 
 def operator_for(dtype: torch.dtype) -> Multiply | None:
-    """Return the operator of (x [T, in], weight [out, in], bias [out] or None), or None without one for the dtype."""
-    return compiled() if dtype in DTYPES else None
+    """Return the operator of (x [T, in], weight [out, in], bias [out] or None), or None without one for the dtype.
+    A dtype is compiled when it is first asked for."""
+    return compiled(dtype) if dtype in DTYPES else None
 
 
 def why_not_bfloat16() -> str:
     """Return why bfloat16 would be slower here than float32, or "".
 
-    Products of prompts are PyTorch's. In bfloat16 they take a fifth of float32's time where the processor multiplies
-    such numbers, and elsewhere 1.1 to 4 times it. ARM's instructions were not measured.
+    PyTorch's products in bfloat16 take 1.1 to 4 times float32's time unless the processor multiplies such numbers, and
+    this package's read half the bytes of float32's. ARM's instructions were not measured.
     """
-    if b"avx512_bf16" not in processor():
-        return "this processor has no avx512_bf16, so prompts would be slower"
-    return "" if operator_for(torch.bfloat16) else "without g++ products of few rows would be slower"
+    if not {b"avx2", b"avx512f"} & set(processor().split()):
+        return "bfloat16 was not measured on processors without AVX2"
+    return "" if operator_for(torch.bfloat16) else "without g++ PyTorch's products in bfloat16 would be slower"
 
 
 def float32(x: Tensor, weight: Tensor) -> Tensor:
     """Return x @ weight.T in float32 [T, out], summed in float32, for x [T, in] and weight [out, in] of one dtype.
     PyTorch's products would round the sums to bfloat16. Without the operator it widens some rows of the
     weight at a time, which stay in the processor's caches."""
-    if x.dtype == torch.bfloat16 and compiled() and weight.is_contiguous():
-        result: Tensor = torch.ops.dflash_server.linear_float32(x.contiguous(), weight)
+    if x.dtype == torch.bfloat16 and compiled(x.dtype) and weight.is_contiguous():
+        result: Tensor = operators(x.dtype).linear_float32(x.contiguous(), weight)
         return result
     wide = x.float()
     parts = weight.split(max(1, _WIDENED_NUMBERS // weight.shape[1]))
     return torch.cat([F.linear(wide, part.float()) for part in parts], dim=1)
 
 
-def set_threads(threads: int) -> None:
-    """Set the operators' number of threads, which is separate from PyTorch's."""
-    if compiled():
-        torch.ops.dflash_server.set_threads(threads)
+def set_up(**settings: Any) -> None:
+    """Set `threads`, which are not PyTorch's, `most_rows` of a product, and the tensor of the `heartbeat`."""
+    _settings.update(settings)
+    for dtype in _loaded:
+        _apply(dtype, settings)
+
+
+def _apply(dtype: torch.dtype, settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        getattr(operators(dtype), f"set_{name}")(value)
 
 
 @cache
-def why_not_compiled() -> str:
-    """Return why this package's operators are not here, with what to do, or "". They are compiled at the first call."""
+def why_not_compiled(dtype: torch.dtype) -> str:
+    """Return why this package's operators of a dtype are not here, with what to do, or "". The first call compiles
+    them."""
     try:
-        load_operators(*map(Path(__file__).with_name, ("linear.cpp", "attention.cpp", "rotate.cpp", "decoder.cpp")))
+        load_operators(dtype)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return f"{SLOWER}, because {error}"
     return ""
 
 
 @cache
-def compiled() -> Multiply | None:
+def compiled(dtype: torch.dtype) -> Multiply | None:
     """Return the operator of linear.cpp, or None where it cannot be compiled."""
-    if reason := why_not_compiled():
-        logger.warning("%s", reason)
+    if reason := why_not_compiled(dtype):
+        _warn(reason)
         return None
-    operator: Multiply = torch.ops.dflash_server.linear.default
+    _loaded.append(dtype)
+    _apply(dtype, _settings)
+    operator: Multiply = operators(dtype).linear.default
     return operator
+
+
+@cache
+def _warn(reason: str) -> None:
+    """Say it once, not for each dtype."""
+    logger.warning("%s", reason)
 
 
 def tune(weights: Iterable[tuple[torch.Size, torch.dtype]]) -> int:
     """Return the rows up to which the operator multiplies by all of the weights as fast as PyTorch, ALL_ROWS if it
     does for all that are tried."""
-    most, limit = _TRIED_ROWS[0] - 1, torch.ops.dflash_server.set_most_rows
-    limit(ALL_ROWS)
+    most = _TRIED_ROWS[0] - 1
+    set_up(most_rows=ALL_ROWS)
     for rows in _TRIED_ROWS:
         times = [
             _times(*shape, dtype, rows, torch.get_num_threads()) for shape, dtype in weights if operator_for(dtype)

@@ -1,11 +1,11 @@
-// The operator dflash_server::rotate_into: RMSNorm and RoPE of the heads of q and k, and K and V into their slots, in
-// float32 or bfloat16. A number is read once and rounded once. A row's result depends only on that row. No two rows of
+// The operator rotate_into: RMSNorm and RoPE of the heads of q and k, and K and V into their slots, in
+// the library's dtype. A number is read once and rounded once. A row's result depends only on that row. No two rows of
 // a call may have one slot, because threads would write it at once.
 
 #include "vectors.h"
 #include "work.h"
 
-using namespace dflash_server;
+using namespace OPERATORS;
 
 namespace {
 
@@ -19,9 +19,8 @@ inline Lanes exchanged(Lanes x, std::integer_sequence<int, I...>) {
 }
 
 // `rows_at_once` rows are a part.
-template <class Kind>
 struct RotationWork : Work {
-  using Number = typename Kind::Number;
+  using Number = Own::Number;
   const RotatedRows of;
   const int64_t dim = of.dim, size = (dim + LANES - 1) / LANES, rows_at_once;
 
@@ -47,7 +46,7 @@ struct RotationWork : Work {
   void turn_head(const Number* from, const float* norm, Number* to, Lanes* numbers) const {
     const Lanes *cos = numbers + size, *sin = cos + size;
     float* own = reinterpret_cast<float*>(numbers);
-    widen<Kind>(from, dim, numbers);
+    widen(from, dim, numbers);
     if (norm) {
       const float factor = rms_factor(numbers, dim, of.eps);
       for (int64_t i = 0; i < dim; i++) own[i] *= factor * norm[i];
@@ -55,7 +54,7 @@ struct RotationWork : Work {
     constexpr auto lanes = std::make_integer_sequence<int, LANES>();
     for (int64_t i = 0; i < size; i++)
       numbers[i] = multiply_add(numbers[i], cos[i], exchanged(numbers[i], lanes) * sin[i]);
-    narrow<Kind>(numbers, dim, to);
+    narrow(numbers, dim, to);
   }
 
   void run(int64_t part) const override {
@@ -68,21 +67,20 @@ struct RotationWork : Work {
 
 Tensor rotate_into(const Tensor& x, const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm, double eps,
                    const Tensor& turns, Tensor k, Tensor v, const Tensor& slots) {
-  const ScalarType type = x.scalar_type();
   STD_TORCH_CHECK(x.dim() == 3 && x.is_contiguous(), "rotate_into takes rows [T, heads, D] in row order");
   const int64_t rows = x.size(0), dim = x.size(2), kv_heads = k.size(k.dim() - 2), heads = x.size(1) - 2 * kv_heads;
   STD_TORCH_CHECK(dim > 0 && kv_heads > 0, "rotate_into takes heads with numbers");
   const int64_t layers = k_norm.has_value() ? std::max<int64_t>(1, k_norm->numel() / dim) : 1;
   auto is_ours = [](ScalarType kind) { return kind == ScalarType::Float || kind == ScalarType::BFloat16; };
-  auto fits = [&](const Tensor& tensor) { return tensor.scalar_type() == type && tensor.is_contiguous(); };
+  auto fits = [&](const Tensor& tensor) { return tensor.scalar_type() == Own::TYPE && tensor.is_contiguous(); };
   auto is_norm = [&](const std::optional<Tensor>& norm) {
     return !norm.has_value() ||
            (is_ours(norm->scalar_type()) && norm->is_contiguous() && norm->size(norm->dim() - 1) == dim);
   };
-  STD_TORCH_CHECK(is_ours(type) && fits(k) && fits(v) && is_norm(q_norm) && is_norm(k_norm) &&
+  STD_TORCH_CHECK(x.scalar_type() == Own::TYPE && fits(k) && fits(v) && is_norm(q_norm) && is_norm(k_norm) &&
                       (!q_norm.has_value() || q_norm->numel() == dim) && heads >= 0 && dim % 2 == 0 &&
                       k.size(k.dim() - 1) == dim && k.numel() == v.numel(),
-                  "rotate_into takes rows, K and V of one dtype, and norms, in float32 or bfloat16 and in row order");
+                  "rotate_into takes rows, K and V of its dtype, and norms in float32 or bfloat16, in row order");
   STD_TORCH_CHECK(turns.scalar_type() == ScalarType::Float && turns.is_contiguous() && rows % layers == 0 &&
                       turns.numel() == rows / layers * dim,
                   "rotate_into takes cos and sin of each pair in float32");
@@ -97,27 +95,26 @@ Tensor rotate_into(const Tensor& x, const std::optional<Tensor>& q_norm, const s
                           layers, float(eps)};
   const int64_t threads = threads_for(COST * rows * x.size(1) * dim);
   Works works;
-  add_rotation(works, type == ScalarType::Float, of, threads);
+  add_rotation(works, of, threads);
   team().run(works, threads);
   return q;
 }
 
 }  // namespace
 
-namespace dflash_server {
+namespace OPERATORS {
 
-void add_rotation(Works& works, bool is_float32, const RotatedRows& of, int64_t threads) {
+void add_rotation(Works& works, const RotatedRows& of, int64_t threads) {
   const int64_t rows_at_once = std::clamp<int64_t>(of.rows / (4 * threads), 1, MOST_ROWS);
-  is_float32 ? works.push_back(std::make_unique<RotationWork<Float32>>(of, rows_at_once))
-             : works.push_back(std::make_unique<RotationWork<BFloat16>>(of, rows_at_once));
+  works.push_back(std::make_unique<RotationWork>(of, rows_at_once));
 }
 
-}  // namespace dflash_server
+}  // namespace OPERATORS
 
-STABLE_TORCH_LIBRARY_FRAGMENT(dflash_server, library) {
+STABLE_TORCH_LIBRARY_FRAGMENT(OPERATORS, library) {
   library.def(
       "rotate_into(Tensor rows, Tensor? q_norm, Tensor? k_norm, float eps, Tensor turns, Tensor(a!) k, Tensor(b!) v, "
       "Tensor slots) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(dflash_server, CPU, library) { library.impl("rotate_into", TORCH_BOX(&rotate_into)); }
+STABLE_TORCH_LIBRARY_IMPL(OPERATORS, CPU, library) { library.impl("rotate_into", TORCH_BOX(&rotate_into)); }

@@ -1,4 +1,5 @@
-// Vectors of the processor's width, and numbers of the engine's dtypes in them.
+// Vectors of the processor's width, and numbers in them. The compiler's flags name a library's kind of numbers, OWN, and
+// the namespace of its operators, OPERATORS: dflash_server_float32 or dflash_server_bfloat16.
 
 #pragma once
 
@@ -20,7 +21,7 @@
 #include <utility>
 #include <vector>
 
-namespace dflash_server {
+namespace OPERATORS {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
@@ -53,6 +54,7 @@ inline Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
 // A kind of numbers. A step reads STEP of them at once, which are multiplied as PARTS vectors.
 struct Float32 {
   using Number = float;
+  static constexpr ScalarType TYPE = ScalarType::Float;
   static constexpr int STEP = LANES, PARTS = 1;
   static float wide(float x) { return x; }
   static Lanes part(Bits numbers, int) { return reinterpret_cast<Lanes>(numbers); }
@@ -64,6 +66,7 @@ struct Float32 {
 
 struct BFloat16 {
   using Number = uint16_t;
+  static constexpr ScalarType TYPE = ScalarType::BFloat16;
   static constexpr int STEP = 2 * LANES;
   static float wide(uint16_t x) {
     uint32_t bits = uint32_t(x) << 16;
@@ -98,6 +101,8 @@ struct BFloat16 {
     return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   }
 };
+
+using Own = OWN;
 
 // Numbers of a weight that are multiplied by a scale of their row in the end.
 struct Int8 {
@@ -202,20 +207,18 @@ inline Lanes exp2(Lanes x) {
 }
 
 // Widen numbers, whose last vector is filled with zeros.
-template <class Kind>
-inline void widen(const typename Kind::Number* from, int64_t count, Lanes* to) {
+inline void widen(const Own::Number* from, int64_t count, Lanes* to) {
   to[(count - 1) / LANES] = Lanes{};
-  for (int64_t i = 0; i < count; i++) reinterpret_cast<float*>(to)[i] = Kind::wide(from[i]);
+  for (int64_t i = 0; i < count; i++) reinterpret_cast<float*>(to)[i] = Own::wide(from[i]);
 }
 
 // Round numbers, some of which end before a vector does.
-template <class Kind>
-inline void narrow(const Lanes* from, int64_t count, typename Kind::Number* to) {
+inline void narrow(const Lanes* from, int64_t count, Own::Number* to) {
   const int64_t whole = count / LANES * LANES;
-  for (int64_t i = 0; i < whole; i += LANES) Kind::store(from[i / LANES], to + i);
+  for (int64_t i = 0; i < whole; i += LANES) Own::store(from[i / LANES], to + i);
   if (whole == count) return;
-  typename Kind::Number numbers[LANES];
-  Kind::store(from[whole / LANES], numbers);
+  Own::Number numbers[LANES];
+  Own::store(from[whole / LANES], numbers);
   std::memcpy(to + whole, numbers, (count - whole) * sizeof numbers[0]);
 }
 
@@ -263,4 +266,4 @@ inline Lanes* scratch(size_t size) {
   return reinterpret_cast<Lanes*>((reinterpret_cast<uintptr_t>(kept.get()) + WIDTH - 1) / WIDTH * WIDTH);
 }
 
-}  // namespace dflash_server
+}  // namespace OPERATORS

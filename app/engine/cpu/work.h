@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-namespace dflash_server {
+namespace OPERATORS {
 
 inline std::atomic<uint64_t> serials = 1;
 inline int64_t own_count = 0, *heartbeat = &own_count;  // grows with each work
@@ -181,9 +181,9 @@ struct RotatedRows {
   float eps;
 };
 
-void add_product(Works&, bool is_float32, const Product&, int64_t threads);
-void add_rows(Works&, bool is_float32, const Rows&, void* y);
-void add_attention(Works&, bool is_float32, const AttentionRows&, int64_t threads);
-void add_rotation(Works&, bool is_float32, const RotatedRows&, int64_t threads);
+void add_product(Works&, const Product&, int64_t threads);
+void add_rows(Works&, const Rows&, void* y);
+void add_attention(Works&, const AttentionRows&, int64_t threads);
+void add_rotation(Works&, const RotatedRows&, int64_t threads);
 
-}  // namespace dflash_server
+}  // namespace OPERATORS

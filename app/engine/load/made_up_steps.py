@@ -19,9 +19,11 @@ from app.engine.step.runner import ModelRunner, PendingStep
 from app.messages import Request, SamplingParams
 
 MAX_SECONDS = 10
-"""Time for all steps. A step begins only if it is expected to end by then, and its cost is scaled otherwise."""
-_SECONDS = 2.0
-"""Time after which only the smallest and the largest number of sequences are timed, and those once."""
+"""Time for steps of one sequence. A step begins only if it is expected to end by then, and its cost is scaled
+otherwise."""
+_SECONDS = 1.5
+"""Time for all steps but those of a single sequence, whose costs decide most and are all timed once. The largest number
+of sequences may use half of what is left of it."""
 _ROUNDS = 6
 _IN_A_ROW = 3
 """Consecutive steps of a shape in a round. The last of them is timed."""
@@ -113,13 +115,14 @@ def measure_costs(
     begun = time.perf_counter()
     for done in range(_ROUNDS):
         for n in dict.fromkeys((*ends, *seqs[::2], *seqs)):
-            if time.perf_counter() - begun > _SECONDS and (done or n not in ends):
-                break
+            end = MAX_SECONDS if n == ends[0] and not done else _SECONDS
+            if n == ends[-1] and not done:
+                end = min(end, (time.perf_counter() - begun + _SECONDS) / 2)
             for shape in shapes(n, sizes.block_size, widths):
                 seconds = time.perf_counter() - begun
                 on_progress(min(int(seconds), MAX_SECONDS - 1), MAX_SECONDS)
                 ms = expected_ms(shape, times) if len(times) > 1 else 0.0  # the first two are timed in any case
-                if not ms or seconds + (ms if ms > _SLOW_MS else _IN_A_ROW * ms) / 1000 <= MAX_SECONDS:
+                if not ms or seconds + (ms if ms > _SLOW_MS else _IN_A_ROW * ms) / 1000 <= end:
                     ms = _timed(runner, made_up(shape, sizes), overlap=overlap)
                     times[shape] = min(ms, times.get(shape, ms))
     on_progress(MAX_SECONDS, MAX_SECONDS)

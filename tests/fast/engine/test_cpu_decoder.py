@@ -12,7 +12,7 @@ from torch import Tensor
 
 from app.engine.cpu import linear
 from app.engine.cpu.backend import CpuBackend
-from app.engine.cpu.library import compiler
+from app.engine.cpu.library import compiler, operators
 from app.engine.device.base import AttentionMetadata, LayerKv
 from app.engine.load.engine import Engine
 from app.engine.models.kv_pool import KvPool
@@ -32,8 +32,7 @@ WIDE: dict[str, Any] = {"hidden_size": 72, "intermediate_size": 136, "num_layers
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
     yield
-    linear.set_threads(1)
-    torch.ops.dflash_server.set_most_rows(1 << 30)
+    linear.set_up(threads=1, most_rows=1 << 30)
 
 
 def engine_of(folder: Path, dtype: str = "float32", **shape: Any) -> Engine:
@@ -97,7 +96,7 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_on_any_threads(tmp_path, d
         assert torch.equal(alone[1], features[first : first + rows])
         first += rows
     for threads in (2, 3, 5):
-        linear.set_threads(threads)
+        linear.set_up(threads=threads)
         for _ in range(20):
             again = Rows(engine).run()
             assert torch.equal(again[0], hidden) and torch.equal(again[1], features)
@@ -112,7 +111,7 @@ def test_the_choice_is_the_first_of_the_largest_logits_and_names_rows_that_are_l
     hidden = torch.randn(21, 40, generator=noise).to(dtype)
     hidden[3, 7], hidden[4, 0], hidden[5] = torch.nan, torch.inf, 0
     for threads in (1, 3):
-        linear.set_threads(threads)
+        linear.set_up(threads=threads)
         logits = linear.float32(hidden, head)
         found = backend.choose(hidden, head)
         best = logits.max(dim=1).values
@@ -149,7 +148,7 @@ def test_context_kv_by_one_operator_is_that_of_several(tmp_path, dtype, monkeypa
 
 def test_a_step_calls_few_operators(tmp_path, monkeypatch):
     """A plain step calls two, one of them with context KV now and then, and a step with drafts five."""
-    core, called, ops = engine_of(tmp_path, **LUCKY).core, Counter[str](), torch.ops.dflash_server
+    core, called, ops = engine_of(tmp_path, **LUCKY).core, Counter[str](), operators(torch.float32)
 
     def counted(name: str) -> Any:
         run = getattr(ops, name)

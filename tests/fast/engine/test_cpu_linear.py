@@ -39,7 +39,7 @@ def multiply_here(dtype: torch.dtype, rows: int = 128) -> linear.Multiply:
     """Return the operator, which computes itself up to so many rows."""
     multiply = linear.operator_for(dtype)
     assert multiply
-    torch.ops.dflash_server.set_most_rows(rows)
+    linear.set_up(most_rows=rows)
     return multiply
 
 
@@ -74,11 +74,11 @@ def test_threads_share_a_product_and_change_no_bit(dtype):
     whole = multiply(x, weight, None)
     try:
         for threads in (2, 3):
-            linear.set_threads(threads)
+            linear.set_up(threads=threads)
             for rows in (1, 17, 33, 33, 33):
                 assert torch.equal(multiply(x[:rows], weight, None), whole[:rows])
     finally:
-        linear.set_threads(1)
+        linear.set_up(threads=1)
 
 
 def error_in_float32(x: torch.Tensor, weight: torch.Tensor) -> float:
@@ -105,13 +105,13 @@ def test_the_operator_in_float32_refuses_what_it_does_not_compute():
     x = drawn(3, 40, dtype=torch.bfloat16)
     for wrong in (drawn(5, 41, dtype=torch.bfloat16), drawn(5, 40, dtype=torch.float32)):
         with pytest.raises(RuntimeError, match="linear_float32 takes"):
-            torch.ops.dflash_server.linear_float32(x, wrong)
+            library.operators(torch.bfloat16).linear_float32(x, wrong)
 
 
 @pytest.mark.parametrize("missing", [False, True])
 def test_other_layouts_and_dtypes_are_summed_in_float32_too_some_rows_of_a_weight_at_a_time(monkeypatch, missing):
     if missing:
-        monkeypatch.setattr(linear, "compiled", lambda: None)
+        monkeypatch.setattr(linear, "compiled", lambda dtype: None)
     monkeypatch.setattr(linear, "_WIDENED_NUMBERS", 1000)
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         x, weight = drawn(4, 96, dtype=dtype), drawn(50, 96, dtype=dtype, seed=1)
@@ -182,6 +182,7 @@ def test_small_numbers_count_and_a_tie_is_rounded_to_even(dtype):
 def test_without_a_compiler_weights_lie_in_columns_and_products_are_pytorchs(monkeypatch, caplog):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(linear, "why_not_compiled", linear.why_not_compiled.__wrapped__)
+    monkeypatch.setattr(linear, "_warn", linear._warn.__wrapped__)
     monkeypatch.setattr(linear, "compiled", linear.compiled.__wrapped__)
     monkeypatch.setattr(cpu_backend, "_SMALL_MODEL", 1)  # a large model is timed
     monkeypatch.setattr(linear, "tune", lambda weights: pytest.fail("there is nothing to time"))
@@ -232,7 +233,7 @@ def test_a_decoder_on_the_operator_has_the_texts_of_pytorchs_products_and_drafts
         return found
 
     by_operator = texts(pair.draft), texts(None)
-    monkeypatch.setattr(linear, "compiled", lambda: None)
+    monkeypatch.setattr(linear, "compiled", lambda dtype: None)
     by_pytorch = texts(None)
     assert by_operator == (by_pytorch, by_pytorch)
 
@@ -257,7 +258,7 @@ def made(monkeypatch, tmp_path):
     compiled: list[Path] = []
     loader = Loader()
 
-    def compile_it(source: tuple[Path, ...], to: Path) -> None:
+    def compile_it(dtype: torch.dtype, flags: tuple[str, ...], sources: list[Path], to: Path) -> None:
         compiled.append(to)
         to.write_bytes(library.sealed(b"whole"))
 
@@ -274,25 +275,25 @@ def test_a_library_is_compiled_once_and_anew_if_it_is_broken_or_its_source_is_an
     source = tmp_path / "linear.cpp"
     source.write_text("one")
     for _ in range(2):
-        library.load_operators(source)
+        library.load_operators(torch.float32, [source])
     assert len(compiled) == 1 and loaded == compiled * 2
     whole = library.sealed(b"whole")
     broken = [library.sealed(b"another system's"), b"", whole[:3], whole[:-1], b"W" + whole[1:]]
     for count, found in enumerate(broken, 2):
         compiled[0].write_bytes(found)
-        library.load_operators(source)
+        library.load_operators(torch.float32, [source])
         assert len(compiled) == count and compiled[-1] == compiled[0]
     source.write_text("two")
-    library.load_operators(source)
+    library.load_operators(torch.float32, [source])
     assert compiled[-1] != compiled[0]
     made_before = len(compiled)
     (tmp_path / "vectors.h").write_text("a header counts as well")
-    library.load_operators(source)
+    library.load_operators(torch.float32, [source])
     assert len(compiled) == made_before + 1
     monkeypatch.setattr(cache_folder, "AT_WORK_SECONDS", -1.0)
     for number in range(cache_folder.MAX_OF_A_NAME + 2):
         source.write_text(f"more {number}")
-        library.load_operators(source)
+        library.load_operators(torch.float32, [source])
     assert len(list(compiled[0].parent.glob("*.so"))) == cache_folder.MAX_OF_A_NAME
 
 
@@ -302,7 +303,7 @@ def test_no_library_is_taken_from_a_folder_that_another_user_could_change(made, 
     monkeypatch.setattr("app.engine.cache_folder._owners_above", lambda folder: {0, 12345})
     source = tmp_path / "linear.cpp"
     source.write_text("one")
-    library.load_operators(source)
+    library.load_operators(torch.float32, [source])
     (library_made,) = compiled
     assert not library_made.is_relative_to(tmp_path) and not library_made.exists()
 
@@ -347,12 +348,12 @@ def test_where_the_home_takes_no_library_it_is_compiled_in_tmpdir_and_a_kept_one
     monkeypatch.setattr(tempfile, "tempdir", str(other))
     source = tmp_path / "linear.cpp"
     source.write_text("one")
-    library.load_operators(source)
+    library.load_operators(torch.float32, [source])
     refuse(reason, home)
-    library.load_operators(source)
+    library.load_operators(torch.float32, [source])
     assert len(compiled) == 1 and loaded == compiled * 2 and not caplog.records
     source.write_text("two")
-    library.load_operators(source)
+    library.load_operators(torch.float32, [source])
     assert compiled[0].is_relative_to(home) and compiled[1].is_relative_to(other) and loaded[-1] == compiled[1]
     (warned,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert f"{home}/libraries cannot be used ({said})" in warned.getMessage()
@@ -373,7 +374,7 @@ def test_where_no_folder_takes_a_library_that_is_said_before_anything_is_compile
     source = tmp_path / "linear.cpp"
     source.write_text("one")
     with pytest.raises(OSError, match=re.escape(f"cannot be used ({said}), nor can {other} ({said}): free 16 MiB")):
-        library.load_operators(source)
+        library.load_operators(torch.float32, [source])
     assert not compiled
 
 
@@ -397,16 +398,16 @@ def test_progress_counts_the_sources_that_are_done_in_the_order_of_their_ends(tm
 
     library.on_source.set(report)
     with caplog.at_level("INFO"):
-        library.compile_sources(sources, tmp_path / "empty.so")
+        library.compile_sources(torch.float32, (), sources, tmp_path / "empty.so")
     assert told == [(done, 3) for done in range(4)]
-    assert "once, in about a minute of processor time" in caplog.text
+    assert "operators of float32, once, in about 10 s of processor time" in caplog.text
 
 
 @needs_compiler
 @pytest.mark.exhaustive
 def test_what_is_compiled_is_sealed(tmp_path):
     (tmp_path / "empty.cpp").write_text("")
-    library.compile_sources([tmp_path / "empty.cpp"], tmp_path / "empty.so")
+    library.compile_sources(torch.float32, (), [tmp_path / "empty.cpp"], tmp_path / "empty.so")
     library.check_sealed(tmp_path / "empty.so")
     ctypes.CDLL(str(tmp_path / "empty.so"))
 
@@ -418,7 +419,7 @@ def test_a_source_that_cannot_be_compiled_says_why(tmp_path, monkeypatch):
     source = tmp_path / "wrong.cpp"
     source.write_text("this is no C++")
     with pytest.raises(RuntimeError, match=r"(?s)cannot compile it: .*wrong.cpp"):
-        library.load_operators(source)
+        library.load_operators(torch.float32, [source])
 
 
 @needs_compiler
@@ -446,7 +447,7 @@ def three_threads():
     torch.set_num_threads(3)
     yield
     torch.set_num_threads(1)
-    linear.set_threads(1)
+    linear.set_up(threads=1)
 
 
 def threads_of_steps(backend: CpuBackend) -> list[int]:

@@ -19,9 +19,9 @@ MANY_ROWS = 300
 @pytest.fixture(autouse=True)
 def operators():
     assert attention.supports(torch.float32)
-    linear.set_threads(1)
+    linear.set_up(threads=1)
     yield
-    linear.set_threads(1)
+    linear.set_up(threads=1)
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -75,7 +75,7 @@ def test_heads_are_normed_turned_and_written_to_their_slots_alone(rows, layers, 
 def test_a_row_has_the_same_bits_alone_in_a_batch_and_on_every_thread(dtype):
     x, q_norm, k_norm, turns, slots = inputs(MANY_ROWS, 128, dtype)
     q, *pools = run(x, q_norm, k_norm, turns, slots)
-    linear.set_threads(3)
+    linear.set_up(threads=3)
     for one, other in zip((q, *pools), run(x, q_norm, k_norm, turns, slots), strict=True):
         assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
     for row in (0, 7, 8, MANY_ROWS - 1):
@@ -107,5 +107,5 @@ def test_wrong_tensors_are_refused():
         {"slots": slots.masked_fill(slots == 0, 2 * MANY_ROWS)},
     ]
     for change in wrong:
-        with pytest.raises(RuntimeError, match=r"rotate_into takes|slots must be"):
+        with pytest.raises((RuntimeError, KeyError), match=r"rotate_into takes|float64|slots must be"):
             run(**right | change)

@@ -23,8 +23,8 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     heartbeat.share(tmp_path / "heartbeat")
     yield tmp_path / "heartbeat"
     monkeypatch.undo()
-    if linear.compiled():
-        torch.ops.dflash_server.set_heartbeat(torch.from_numpy(heartbeat.count))
+    if linear.compiled(torch.float32):
+        linear.set_up(heartbeat=torch.from_numpy(heartbeat.count))
 
 
 def engine_of(folder: Path) -> Engine:
@@ -50,10 +50,10 @@ def beats_of_steps(engine: Engine, file: Path) -> list[int]:
 def test_each_layer_of_target_and_draft_is_a_beat_that_the_parent_reads(
     file: Path, tmp_path: Path, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if whole and not linear.compiled():
+    if whole and not linear.compiled(torch.float32):
         pytest.skip("there is no g++")
     if not whole:
-        monkeypatch.setattr(linear, "compiled", lambda: None)
+        monkeypatch.setattr(linear, "compiled", lambda dtype: None)
         monkeypatch.setattr(linear, "operator_for", lambda dtype: None)
     engine = engine_of(tmp_path)
     prefill, *decodes, last = beats_of_steps(engine, file)

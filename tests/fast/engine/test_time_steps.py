@@ -67,6 +67,13 @@ def test_timing_ends_within_its_limit_on_any_machine(monkeypatch: pytest.MonkeyP
     assert machine.now - 100 <= MAX_SECONDS == 10
 
 
+def test_a_small_model_on_a_cpu_is_timed_within_two_seconds_at_few_sequences_and_at_many(monkeypatch):
+    machine = Machine(by_rows(17, 3, 1))  # SmolLM2-135M on two cores
+    measured(monkeypatch, machine)
+    assert machine.now - 100 <= 2
+    assert {1, 4, 16} <= {shape.seqs for shape in machine.ran}
+
+
 def test_a_machine_on_which_two_steps_take_longer_runs_these_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(by_rows(8000, 100, 10))
     table = measured(monkeypatch, machine)
