@@ -23,7 +23,7 @@ _SAME = {
 }
 """pip's settings: uv's variable, and what parts a list in it."""
 _NOTHING_TO_SET = set(
-    "disable-pip-version-check no-color no-compile no-input no-warn-script-location progress-bar quiet retries "
+    "cache-dir disable-pip-version-check no-color no-compile no-input no-warn-script-location progress-bar quiet retries "
     "root-user-action verbose".split()
 )
 _SECTIONS = ("global", "install", ":env:")
