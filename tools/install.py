@@ -23,8 +23,8 @@ _SAME = {
 }
 """pip's settings: uv's variable, and what parts a list in it."""
 _NOTHING_TO_SET = set(
-    "cache-dir disable-pip-version-check no-color no-compile no-input no-warn-script-location progress-bar quiet retries "
-    "root-user-action verbose".split()
+    "cache-dir disable-pip-version-check no-color no-compile no-input no-warn-script-location progress-bar quiet "
+    "retries root-user-action verbose".split()
 )
 _SECTIONS = ("global", "install", ":env:")
 """Of pip's settings, the last that has one wins."""

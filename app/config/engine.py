@@ -34,7 +34,7 @@ class EngineConfig:
     dtype: str = _setting(
         MODEL,
         "auto",
-        "auto | bfloat16 | float16 | float32; auto on a CPU: float32, or a checkpoint's bfloat16 if it has avx512_bf16",
+        "auto | bfloat16 | float16 | float32; auto on a CPU: float32, or a checkpoint's bfloat16 with AVX2 and g++",
         metavar="DTYPE",
     )
     quantization: str = _setting(

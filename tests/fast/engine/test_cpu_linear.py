@@ -3,8 +3,11 @@
 import ctypes
 import errno
 import os
+import platform
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -295,6 +298,49 @@ def test_a_library_is_compiled_once_and_anew_if_it_is_broken_or_its_source_is_an
         source.write_text(f"more {number}")
         library.load_operators(torch.float32, [source])
     assert len(list(compiled[0].parent.glob("*.so"))) == cache_folder.MAX_OF_A_NAME
+
+
+@pytest.mark.parametrize(
+    ("flags", "level"),
+    [
+        (b"avx avx2 bmi1 bmi2 f16c fma abm movbe", "v3"),
+        (b"avx avx2 bmi1 bmi2 f16c fma abm movbe avx512f avx512bw avx512cd avx512dq avx512vl", "v4"),
+        (b"avx avx2 bmi1 bmi2 f16c fma abm movbe avx512f avx512bw avx512cd avx512dq avx512vl avx512_bf16", "v4_bf16"),
+        (b"avx avx2 fma", None),
+    ],
+)
+def test_an_images_library_of_the_best_level_is_taken_without_a_compiler_and_others_compile(
+    made, tmp_path, monkeypatch, flags, level
+):
+    compiled, loaded = made
+    monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(library, "processor", lambda: b"flags\t\t: " + flags)
+    monkeypatch.setattr(library, "PREBUILT", tmp_path / "prebuilt")
+    library.prebuild(library.PREBUILT)
+    assert len(compiled) == len(library.LEVELS["x86_64"]) * len(library.DTYPES)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    if level is None:
+        with pytest.raises(RuntimeError, match="CXX=no-such-compiler is not there"):
+            library.load_operators(torch.bfloat16)
+        return
+    library.load_operators(torch.bfloat16)
+    (flags_of,) = [own.flags for own in library.LEVELS["x86_64"] if own.name == level]
+    assert loaded == [library.PREBUILT / library._name(torch.bfloat16, flags_of, library.SOURCES)]
+
+
+@needs_compiler
+@pytest.mark.exhaustive
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="levels of x86-64")
+def test_the_command_of_an_image_makes_operators_that_multiply(tmp_path, monkeypatch):
+    monkeypatch.setattr(library, "LEVELS", {"x86_64": library.LEVELS["x86_64"][-1:]})
+    monkeypatch.setattr(library, "DTYPES", (torch.bfloat16,))
+    library.prebuild(tmp_path)
+    (made,) = tmp_path.glob("bfloat16-*.so")
+    library.check_sealed(made)
+    code = f"import torch; torch.ops.load_library({str(made)!r}); x = torch.ones(2, 70).bfloat16(); "
+    code += "print(torch.ops.dflash_server_bfloat16.linear(x, x, None).tolist())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[[70.0, 70.0], [70.0, 70.0]]"
 
 
 @needs_compiler
