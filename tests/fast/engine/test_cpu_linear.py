@@ -343,6 +343,29 @@ def test_the_command_of_an_image_makes_operators_that_multiply(tmp_path, monkeyp
     assert done.stdout.strip() == "[[70.0, 70.0], [70.0, 70.0]]"
 
 
+def test_a_dtype_that_is_loaded_later_has_the_settings_of_the_others(monkeypatch):
+    """A router in float32 beside weights in bfloat16 keeps its bits with --batch-invariant, too."""
+    told: list[tuple[torch.dtype, str, int]] = []
+
+    class Operators:
+        linear = SimpleNamespace(default=F.linear)
+
+        def __init__(self, dtype: torch.dtype) -> None:
+            for name in ("threads", "most_rows", "heartbeat"):
+                setattr(self, f"set_{name}", lambda value, name=name: told.append((dtype, name, value)))
+
+    monkeypatch.setattr(linear, "_settings", {})
+    monkeypatch.setattr(linear, "_loaded", [])
+    monkeypatch.setattr(linear, "why_not_compiled", lambda dtype: "")
+    monkeypatch.setattr(linear, "operators", Operators)
+    load = linear.compiled.__wrapped__
+    load(torch.bfloat16)
+    linear.set_up(threads=2, most_rows=linear.ALL_ROWS)
+    load(torch.float32)
+    settings = [("threads", 2), ("most_rows", linear.ALL_ROWS)]
+    assert told == [(dtype, *one) for dtype in (torch.bfloat16, torch.float32) for one in settings]
+
+
 @needs_compiler
 def test_no_library_is_taken_from_a_folder_that_another_user_could_change(made, tmp_path, monkeypatch):
     compiled, _ = made
