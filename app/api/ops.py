@@ -86,6 +86,7 @@ class ServerInfo(EngineInfo):
 
     __pydantic_config__: ClassVar = ConfigDict(json_schema_serialization_defaults_required=True)
 
+    model: str  # as it was asked for: demo, smollm2, a folder, a file or an id
     model_path: str
     served_model_name: str
     settings: dict[str, str]
@@ -228,6 +229,7 @@ async def server_info(request: Request) -> Response:
         return _described(services.engine.state, 503)
     facts = ServerInfo(
         **asdict(info),
+        model=services.config.model,
         model_path=info.target,
         served_model_name=services.model_names[0],
         settings=services.settings,

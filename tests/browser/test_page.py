@@ -148,6 +148,13 @@ def test_acceptance_length_and_bars_are_those_of_the_steps(page, server):
     assert heights == ["100%"] * 2 + ["50%"] * 2 + ["0%"] * 11
 
 
+def test_a_draft_of_a_smaller_block_has_fewer_bars(tab, own_server):
+    own_server.ready(block_size=8)
+    tab.open(f"{own_server.url}/")
+    tab.until("!document.querySelector('#send').disabled")
+    assert len(texts(tab, ".bar")) == 7
+
+
 def test_figures_are_unknown_until_the_first_token_and_come_with_text_while_the_answer_runs(page, server):
     assert [text(page, f"#{name}") for name in ("rate", "length", "steps", "first")] == ["-"] * 4
     ask(page, "go")
@@ -546,13 +553,27 @@ def test_the_welcome_names_the_model_its_limits_and_the_other_pages(page, server
 
 
 def test_without_a_draft_the_welcome_says_so_and_examples_are_not_compared(tab, own_server):
-    own_server.ready(draft=None, target="/x/app/demo/checkpoint/target")
+    own_server.ready(draft=None)
     tab.open(f"{own_server.url}/")
     tab.until("!document.querySelector('#send').disabled")
-    assert "It has no draft" in text(tab, "#about") and "3 million parameters" in text(tab, "#about")
+    assert "It has no draft" in text(tab, "#about")
     check(tab, "#examples button")
     own_server.script.see("Submit")
     assert len(texts(tab, ".answer")) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "about", "asks_sums"),
+    [("demo", "A demo of 3 million parameters", True), ("smollm2", "SmolLM2-135M-Instruct", False), ("a/b", "", False)],
+)
+def test_the_welcome_speaks_of_the_model_that_is_served(tab, model_folder, model, about, asks_sums):
+    with serving_ready(model_folder, model=model) as server:
+        tab.open(f"{server.url}/")
+        tab.until("!document.querySelector('#send').disabled")
+        assert text(tab, "#about").partition("prompt and answer.")[2].strip().startswith(about)
+        assert ("million" in text(tab, "#about")) == asks_sums
+        examples = texts(tab, "#examples button")
+        assert len(examples) == 4 and ("How many apples?" in " ".join(examples)) == asks_sums
 
 
 def test_the_status_is_ready_again_when_the_engine_is(tab, own_server):

@@ -155,7 +155,7 @@ class Server:
         self.script = script
         self._supervisor_options = supervisor
         self._admission_options = admission or {}
-        self._config = Config.of(**{"reasoning_parser": "none", "tool_call_parser": "none"} | settings)
+        self._config = Config.of(**{"model": "tiny", "reasoning_parser": "none", "tool_call_parser": "none"} | settings)
         self._hold_seconds = hold_seconds
         self._tracer = tracer
         self.tokenizer = Tokenizer(model_folder)

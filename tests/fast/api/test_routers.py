@@ -99,7 +99,7 @@ def test_sglangs_gateway_finds_its_names_under_both_paths(server):
     for path in ("/server_info", "/get_server_info"):
         found = server.http.get(path).json()
         assert found.items() >= {"served_model_name": "tiny", "model_path": "tiny", "tp_size": 1, "dp_size": 1}.items()
-        assert found["dtype"] == INFO["dtype"]
+        assert (found["model"], found["dtype"]) == ("tiny", INFO["dtype"])
     for path in ("/model_info", "/get_model_info"):
         found = server.http.get(path).json()
         assert (found["model_path"], found["is_generation"]) == ("tiny", True)

@@ -219,7 +219,7 @@ def test_the_facts_of_the_engine_and_of_its_draft_are_told_once_it_is_loaded(own
     assert (response.status_code, response.json()["status"]) == (503, "loading")
     own_server.ready()
     found = own_server.http.get("/server_info").json()
-    named = {"model_path": "tiny", "served_model_name": "tiny", "tp_size": 1, "dp_size": 1}
+    named = {"model": "tiny", "model_path": "tiny", "served_model_name": "tiny", "tp_size": 1, "dp_size": 1}
     settings = {"--served-model-name": "['tiny', 'also-tiny']", "--reasoning-parser": "none"}
     assert found["settings"].items() >= settings.items() and "--port" not in found["settings"]
     ours = {"version": version("dflash-server"), "settings": found["settings"]}
