@@ -11,6 +11,7 @@
 #   make golden                                           the texts of Transformers, to tests/golden
 #   make audit                                            known holes in the installed packages, by PyPI's advisories
 #   make test-images                                      the images built and run, to docs/images.md: root and docker.io
+#   make picture                                          the page at work in Chromium, filmed to docs/page.gif
 #   make soak                                             load and faults for 20 minutes, to docs/reliability.md
 #   make bench                                            plain decoding against DFlash over HTTP, by turns, to docs/performance.md
 #   make bench ARGS="--concurrency 1,4"                   `python -m tools.bench` with other arguments, to no page
@@ -41,7 +42,7 @@ NPU_IMAGE_WHEEL := build/npu-image-wheel
 # Takes a value from make's command line only, because conda exports a HOST of its own, and some platforms a PORT.
 given = $(if $(findstring command,$(origin $(1))),$(2) $($(1)))
 
-.PHONY: serve bench environments test test-rest test-others golden test-clients test-ray test-npu npu-launches check proof soak test-images audit
+.PHONY: serve bench picture environments test test-rest test-others golden test-clients test-ray test-npu npu-launches check proof soak test-images audit
 
 serve: $(STAMP)
 	$(BIN)/dflash-server serve $(call given,HOST,--host) $(call given,PORT,--port) $(ARGS)
@@ -117,6 +118,10 @@ proof:
 # ARGS="--minutes N --fuzz-minutes N --seed N" sets another length. The page is docs/reliability.md.
 soak: $(DEV_STAMP)
 	$(BIN)/python -m tests.soak --report docs/reliability.md $(ARGS)
+
+# ARGS="--example N" asks another of the page's questions.
+picture: $(DEV_STAMP)
+	$(BIN)/python -m tests.browser.picture $(ARGS)
 
 # As root, with Debian's docker.io, debootstrap and slirp4netns. Nothing of it stays on the host.
 test-images: $(DEV_STAMP)
