@@ -60,7 +60,7 @@ class Server:
             target_config,
             tokenizer_folder=Path(config.tokenizer) if config.tokenizer else None,
             has_defaults=config.generation_config == "auto",
-            overrides=config.override_generation_config,
+            overrides=config.sampling_overrides,
             chat_template=config.chat_template,
         )
         _warn(tokenizer, config)

@@ -1,7 +1,9 @@
 """The pairs of target and draft that MODEL may name, and the one that is served without a MODEL."""
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 _APP = Path(__file__).parents[1]
@@ -38,6 +40,7 @@ class Pair(NamedTuple):
     draft: Path
     target: Path | Wheel
     original: str = ""
+    sampling: Mapping[str, float] = MappingProxyType({})  # defaults that the target's files lack
 
     @property
     def missing(self) -> str:
@@ -56,6 +59,7 @@ PAIRS = {
             "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         ),
         "HuggingFaceTB/SmolLM2-135M-Instruct",
+        {"temperature": 0.2, "top_p": 0.9},  # as its model card samples
     ),
     "demo": Pair(
         "a toy of 3 million parameters with its draft",

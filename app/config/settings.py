@@ -16,7 +16,7 @@ from pydantic_core import PydanticUndefined
 
 from app.config.engine import CHAT, ENGINE, LOGS, MODEL, SERVER, SPECULATION, EngineConfig
 from app.config.error import ConfigError
-from app.config.pairs import default_model
+from app.config.pairs import PAIRS, default_model
 from app.config.values import (
     BlockRows,
     Bytes,
@@ -271,6 +271,12 @@ class Config(BaseModel):
     @property
     def has_models(self) -> bool:
         return self.engine.target != _NO_FOLDER
+
+    @property
+    def sampling_overrides(self) -> dict[str, Any]:
+        """Sampling defaults over those of generation_config.json: a pair's, and the operator's over these."""
+        pair = PAIRS.get(self.model) if self.generation_config == "auto" else None
+        return {**(pair.sampling if pair else {}), **self.override_generation_config}
 
     @property
     def model_names(self) -> list[str]:

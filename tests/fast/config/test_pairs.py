@@ -99,6 +99,22 @@ def test_a_model_that_is_given_is_told_by_no_note(package: Path, arguments: list
     assert settings(*arguments).notes == ()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sampling"),
+    [
+        (["smollm2"], {"temperature": 0.2, "top_p": 0.9}),
+        (["smollm2", "--override-generation-config", '{"temperature": 0}'], {"temperature": 0, "top_p": 0.9}),
+        (["smollm2", "--generation-config", "vllm"], {}),
+        (["demo"], {}),
+        (["/some/folder"], {}),
+    ],
+)
+def test_a_pair_samples_as_its_model_card_does_unless_the_operator_says_otherwise(
+    arguments: list[str], sampling: dict[str, float]
+) -> None:
+    assert settings(*arguments).sampling_overrides == sampling
+
+
 def test_the_environment_chooses_too(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DFLASH_MODEL", "demo")
     assert (settings().model, settings().notes) == ("demo", ())
