@@ -28,8 +28,9 @@ HOLD_SECONDS = 4.0
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.browser.picture", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2", help="the model that is served (smollm2)")
-    parser.add_argument("--example", type=int, default=2, help="the example that is asked, from 1 (2)")
-    parser.add_argument("--max-tokens", type=int, default=200, help="tokens of an answer (200)")
+    parser.add_argument("--example", type=int, default=3, help="the example that is asked, from 1 (3)")
+    parser.add_argument("--max-tokens", type=int, default=120, help="tokens of an answer (120)")
+    parser.add_argument("--seed", type=int, default=1, help="its seed (1)")
     parser.add_argument("--out", type=Path, default=PAGE, help="the picture to write (docs/page.gif)")
     args = parser.parse_args()
     if BINARY is None:
@@ -39,7 +40,8 @@ def main() -> int:
         tab.prefer("light")
         tab.open(f"{url}/")
         tab.until("!document.querySelector('#send').disabled")
-        tab.run(f"document.querySelector('#max-tokens').value = {args.max_tokens}")
+        for field, value in (("max-tokens", args.max_tokens), ("seed", args.seed)):
+            tab.run(f"document.querySelector('#{field}').value = {value}")
         frames = [*filmed(tab, args.example)]
         print(tab.run("document.querySelector('.verdict').innerText.replaceAll('\\n', ' ')"))
     size = write(frames, args.out)
