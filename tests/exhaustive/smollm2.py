@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from app.config.pairs import PAIRS
 from app.engine.checkpoint.files import find_folder
-from app.engine.checkpoint.gguf import read_header
+from app.engine.checkpoint.gguf import GGUF_FILE, read_header
 from app.engine.checkpoint.gguf_config import plain_name
 from app.engine.load.gguf import GgufFile
 from app.text.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ def subject(questions: Sequence[dict[str, Any]], max_tokens: int = MAX_TOKENS, *
 
 def load_reference(target: Path) -> Target:
     """Return the reference of a folder whose weights are GGUF, in fp32."""
-    header = read_header(target / "model.gguf")
+    header = read_header(target / GGUF_FILE)
     file = GgufFile(header, torch.float32)
     tensors = {name: file.get_tensor(stored) for stored in header.tensors if (name := plain_name(stored))}
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from safetensors.torch import save_file
 
-from app.engine.checkpoint.gguf import read_header
+from app.engine.checkpoint.gguf import GGUF_FILE, read_header
 from app.messages import Request
 from tests.fast.engine.gguf_models import NAMES
 from tests.fast.engine.lossless import make_engine, run_engine
@@ -67,7 +67,7 @@ def test_texts_are_those_of_the_widened_weights(tmp_path: Path) -> None:
         turn = [ids[word] for word in [*words, "<|im_start|>", "ass", "istant", "Ċ"]]
         requests.append(Request(question, tuple(turn), max_tokens=64, stop_token_ids=frozenset([ids["<|im_end|>"]])))
     (tmp_path / "gguf").mkdir()
-    (tmp_path / "gguf" / "model.gguf").symlink_to(file)
+    (tmp_path / "gguf" / GGUF_FILE).symlink_to(file)
     texts = [
         run_engine(make_engine(folder, max_model_len=256, max_num_seqs=4), requests).texts
         for folder in (tmp_path / "gguf", widened(file, tmp_path / "wide"))

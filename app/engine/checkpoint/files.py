@@ -57,7 +57,7 @@ class Checkpoint:
     def gguf(self) -> GgufHeader | None:
         """The header of the folder's GGUF file, or None without one."""
         file = self.folder / GGUF_FILE
-        return read_header(file) if file.exists() or file.is_symlink() else None
+        return read_header(file.resolve()) if file.exists() or file.is_symlink() else None
 
     @cached_property
     def config(self) -> dict[str, Any]:

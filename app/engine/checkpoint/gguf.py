@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from app.engine.errors import UnsupportedError
 
-GGUF_FILE = "model.gguf"
-"""The weights and the config of a folder that has them in one GGUF file."""
+GGUF_FILE = "dflash-target.gguf"
+"""The weights and the config of a folder that was made of a GGUF file. Nobody else's file has this name: a folder may
+have safetensors and a model.gguf, and the former are served."""
 _VERSIONS = (2, 3)
 _MAX_HEADER = 64 << 20
 """Five times the largest header that is published. Strings in memory are several times as large."""

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from app.config.engine import EngineConfig
-from app.engine.checkpoint.files import GGUF_FILE
+from app.engine.checkpoint.gguf import GGUF_FILE
 from app.engine.comm.comm import Comm
 from app.engine.device.base import Backend
 from app.engine.device.gated_delta import CHUNK

@@ -8,6 +8,7 @@ import torch
 
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import Checkpoint, read_config
+from app.engine.checkpoint.gguf import GGUF_FILE
 from app.engine.checkpoint.gguf_config import _rounded
 from app.engine.errors import UnsupportedError
 from tests.fast.engine.gguf_models import as_type, to_gguf
@@ -120,7 +121,7 @@ REFUSED: list[tuple[str, Json, str]] = [
 @pytest.mark.parametrize(("given", "told"), [each[1:] for each in REFUSED], ids=[each[0] for each in REFUSED])
 def test_what_would_be_run_wrongly_is_refused_by_name(tmp_path: Path, given: Json, told: str) -> None:
     folder = to_gguf(make_pair(tmp_path, family="llama").target, tmp_path / "gguf", **given)
-    with pytest.raises(UnsupportedError, match=f"^{folder / 'model.gguf'}: .*{told}"):
+    with pytest.raises(UnsupportedError, match=f"^{folder / GGUF_FILE}: .*{told}"):
         Checkpoint(folder).config  # noqa: B018
 
 

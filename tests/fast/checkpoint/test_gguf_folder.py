@@ -15,6 +15,7 @@ import pytest
 from app.engine import cache_folder
 from app.engine.checkpoint import gguf_folder as module
 from app.engine.checkpoint.files import Checkpoint, find_folder
+from app.engine.checkpoint.gguf import GGUF_FILE
 from app.engine.checkpoint.gguf_folder import choose, gguf_folder
 from app.engine.checkpoint.read import find_models
 from app.engine.errors import UnsupportedError
@@ -95,7 +96,7 @@ def test_what_is_not_one_file_is_refused_with_those_that_are_there(names: list[s
 
 def test_a_file_and_its_folder_become_one_kept_folder(file: Path, cache: Path) -> None:
     found = find_folder(str(file), "target")
-    assert found.parent == cache and (found / "model.gguf").resolve() == file
+    assert found.parent == cache and (found / GGUF_FILE).resolve() == file
     assert find_folder(str(file.parent), "target") == found == find_folder(f"{file.parent}:q8_0", "target")
     assert find_folder(str(found), "target") == found  # what is made is a folder with a GGUF file too
     assert Checkpoint(found).config == json.loads((found / "config.json").read_text())
@@ -104,14 +105,16 @@ def test_a_file_and_its_folder_become_one_kept_folder(file: Path, cache: Path) -
 
 def test_a_file_without_a_suffix_is_known_by_its_first_bytes(file: Path) -> None:
     blob = file.rename(file.parent / "sha256-0123")
-    assert (find_folder(str(blob), "target") / "model.gguf").resolve() == blob
+    assert (find_folder(str(blob), "target") / GGUF_FILE).resolve() == blob
 
 
 def test_safetensors_go_before_gguf_unless_one_is_named(file: Path) -> None:
     (file.parent / "config.json").write_text("{}")
     assert find_folder(str(file.parent), "target") != file.parent  # a config.json alone has no weights
     (file.parent / "model.safetensors").touch()
-    assert find_folder(str(file.parent), "target") == file.parent
+    for name in ("model.gguf", file.name):
+        file = file.rename(file.parent / name)
+        assert find_folder(str(file.parent), "target") == file.parent and not Checkpoint(file.parent).gguf
     assert find_folder(f"{file.parent}:Q8_0", "target") != file.parent
 
 
@@ -211,7 +214,7 @@ def test_of_a_repository_only_the_file_is_downloaded(
     hub: Callable[..., list[Any]], file: Path, name: str, stored: str
 ) -> None:
     asked = hub([*FILES, "config.json", "model.safetensors"])
-    assert (find_folder(name, "target", revision="v2") / "model.gguf").resolve() == file
+    assert (find_folder(name, "target", revision="v2") / GGUF_FILE).resolve() == file
     assert asked == [("o/m", "v2", [stored])]
 
 
@@ -241,7 +244,7 @@ def test_a_repository_of_safetensors_is_downloaded_as_before(hub: Callable[..., 
 def test_without_the_hub_the_cached_file_is_served(hub: Callable[..., list[Any]], file: Path) -> None:
     hub(["Model-Q8_0.gguf"], is_reachable=False)
     for name in ("o/m", "o/m:Q8_0"):
-        assert (find_folder(name, "target") / "model.gguf").resolve() == file
+        assert (find_folder(name, "target") / GGUF_FILE).resolve() == file
     with pytest.raises(UnsupportedError, match="o/m has no GGUF file Q4_0; it has Q8_0"):
         find_folder("o/m:Q4_0", "target")
 

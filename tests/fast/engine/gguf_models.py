@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
+from app.engine.checkpoint.gguf import GGUF_FILE
 from tests import GOLDEN
 from tests.fast.engine.pairs import LLAMA3, make_pair
 
@@ -90,14 +91,14 @@ def to_gguf(
     more: dict[str, Tensor] | None = None,
     drop: str = "\0",
 ) -> Path:
-    """Write `to/model.gguf` from a target of llama, qwen2 or qwen3, with matrices in F32 by default, and return `to`.
+    """Write `to/GGUF_FILE` from a target of llama, qwen2 or qwen3, with matrices in F32 by default, and return `to`.
 
     `keys` are added to the metadata or replace it, `more` are further tensors, and metadata and tensors whose names
     `drop` matches are left out.
     """
     config: Json = json.loads((folder / "config.json").read_text())
     to.mkdir(parents=True, exist_ok=True)
-    writer = GGUFWriter(to / "model.gguf", config["model_type"])
+    writer = GGUFWriter(to / GGUF_FILE, config["model_type"])
     writer.kv_data[0].clear()  # the architecture, which `metadata_of` has too
     for key, value in (metadata_of(config) | (keys or {})).items():
         if not re.fullmatch(drop, key):

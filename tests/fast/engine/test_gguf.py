@@ -19,7 +19,7 @@ from torch import Tensor
 from app.config.engine import EngineConfig
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import Checkpoint
-from app.engine.checkpoint.gguf import BLOCKS, read_header
+from app.engine.checkpoint.gguf import BLOCKS, GGUF_FILE, read_header
 from app.engine.checkpoint.shapes import Llama3Scaling, RopeDivisors
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import build_engine
@@ -97,7 +97,7 @@ def test_llama3s_divisors_are_its_formula_at_3000_tokens_too(tmp_path: Path) -> 
 @pytest.mark.parametrize("family", ORIGINALS)
 def test_files_are_written_here_as_by_the_converter(tmp_path: Path, family: str) -> None:
     kind = {"bf16": "BF16", "f16": "F16", "q8_0": "Q8_0"}[ORIGINALS[family][1]]
-    made = to_gguf(write_original(tmp_path, family), tmp_path / "gguf", as_type(kind)) / "model.gguf"
+    made = to_gguf(write_original(tmp_path, family), tmp_path / "gguf", as_type(kind)) / GGUF_FILE
     (metadata, tensors), (wanted, wanted_tensors) = content(made), content(CONVERTED / f"{family}.gguf")
     assert tensors == wanted_tensors
     assert metadata == wanted
@@ -115,7 +115,7 @@ def content(file: Path) -> tuple[Json, Json]:
 def test_logits_of_the_converters_file_are_those_of_the_original(tmp_path: Path, family: str) -> None:
     original, folder = write_original(tmp_path, family), tmp_path / "gguf"
     folder.mkdir()
-    (folder / "model.gguf").symlink_to(CONVERTED / f"{family}.gguf")
+    (folder / GGUF_FILE).symlink_to(CONVERTED / f"{family}.gguf")
     if ORIGINALS[family][1] == "q8_0":
         original = dequantised(original, tmp_path / "twin", as_type("Q8_0"))
     text = [i * 40503 % 65521 % 32 for i in range(200)]
@@ -171,7 +171,7 @@ def test_the_matrix_of_types_and_families(tmp_path: Path, kind: str, family: str
     pair = make_pair(tmp_path, family=family, num_layers=2, taps=(0,), **sizes)
     folder = to_gguf(pair.target, tmp_path / "gguf", of_blocks(kind))
     twin = dequantised(pair.target, tmp_path / "twin", of_blocks(kind))
-    assert {t.type for t in read_header(folder / "model.gguf").tensors.values()} == {"F32", kind}
+    assert {t.type for t in read_header(folder / GGUF_FILE).tensors.values()} == {"F32", kind}
     text = [i * 40503 % 65521 % 40 for i in range(20)]
     found, wanted = (logits(each, text, chunk=20) for each in (folder, twin))
     assert torch.equal(found, wanted) and found.std() > 0.01
@@ -213,10 +213,10 @@ def test_a_part_is_the_part_of_the_whole_and_larger_ones_are_read_in_pieces(
 def test_a_part_of_the_rows_reads_no_other_and_a_file_cut_off_meanwhile_is_refused(tmp_path: Path) -> None:
     folder = to_gguf(make_pair(tmp_path).target, tmp_path / "gguf")
     weights, name, shape = opened(folder), "layers.3.mlp.up_proj.weight", (64, 32)
-    place = read_header(folder / "model.gguf").tensors["blk.3.ffn_up.weight"]
-    os.truncate(folder / "model.gguf", place.offset + place.nbytes // 2)
+    place = read_header(folder / GGUF_FILE).tensors["blk.3.ffn_up.weight"]
+    os.truncate(folder / GGUF_FILE, place.offset + place.nbytes // 2)
     assert weights.get(name, *shape, part=Part(0, (range(16, 32),))).shape == (16, 32)
-    with pytest.raises(UnsupportedError, match=r"model\.gguf was cut off while it was read; download it again"):
+    with pytest.raises(UnsupportedError, match=f"{GGUF_FILE} was cut off while it was read; download it again"):
         weights.get(name, *shape)
 
 
@@ -286,7 +286,7 @@ def test_memory_is_refused_by_the_widened_weights_before_any_is_read(
     tmp_path: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch, dtype: str, itemsize: int
 ) -> None:
     folder = to_gguf(pair.target, tmp_path / "gguf", as_type("Q4_0"))
-    header = read_header(folder / "model.gguf")
+    header = read_header(folder / GGUF_FILE)
     count = sum(math.prod(tensor.shape) for name, tensor in header.tensors.items() if name != "rope_freqs.weight")
     assert opened(folder, getattr(torch, dtype)).num_bytes(lambda weight: False, to_int8=False) == itemsize * count
     monkeypatch.setattr("app.engine.cpu.backend.CpuBackend.memory", lambda self: (itemsize * count - 1, 1 << 40))
