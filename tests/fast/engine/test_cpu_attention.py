@@ -174,7 +174,6 @@ def test_wrong_tensors_are_refused():
     batch = batch_of([3], [20])
     q, kv = batch.q, batch.kv
     wrong = [
-        (q.double(), kv, batch.meta),
         (q.bfloat16(), kv, batch.meta),
         (q[:, :3], kv, batch.meta),
         (q[..., :32], kv, batch.meta),
@@ -183,8 +182,10 @@ def test_wrong_tensors_are_refused():
         (q, kv, replace(batch.meta, query_start_loc=batch.meta.query_start_loc[:1])),
     ]
     for arguments in wrong:
-        with pytest.raises((RuntimeError, KeyError), match=r"attention takes|float64"):
+        with pytest.raises(RuntimeError, match="attention takes"):
             attention.attention(*arguments, CAUSAL, None)
+    with pytest.raises(KeyError, match="float64"):
+        attention.attention(q.double(), kv, batch.meta, CAUSAL, None)
     with pytest.raises(RuntimeError, match="sinks"):
         attention.attention(q, kv, batch.meta, CAUSAL, torch.zeros(3))
 
