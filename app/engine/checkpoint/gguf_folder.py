@@ -135,9 +135,8 @@ def _key(source: Path) -> str:
         found = source.stat()
     except OSError:
         return ""
-    return hashlib.sha256(
-        f"{source}\0{found.st_size}\0{found.st_mtime_ns}".encode(errors="surrogateescape")
-    ).hexdigest()[:32]
+    facts = f"{source}\0{found.st_size}\0{found.st_mtime_ns}"
+    return hashlib.sha256(facts.encode(errors="surrogateescape")).hexdigest()[:32]
 
 
 def _is_whole(folder: Path) -> bool:

@@ -112,7 +112,7 @@ def unread_defaults(metadata: Metadata) -> str:
         key for key in metadata if key.startswith(beginning) and key.removeprefix(beginning) not in _SAMPLING
     )
     if foreign:
-        return f"these of its sampling defaults are not used: {', '.join(foreign)!s:.200}"
+        return f"these of its sampling defaults are not used: {', '.join(foreign):.200}"
     if not any(beginning + key in metadata for key in _SAMPLING):
         return "it has no sampling defaults, so temperature is 1; --override-generation-config sets them"
     return ""
@@ -162,8 +162,9 @@ class _Tokens:
     def ends(self) -> set[int]:
         """Return the ids of all tokens that end a text."""
         named = {self.vocabulary[text] for text in _ENDS & self.vocabulary.keys()}
-        given = {self.id(name) for name in ("eos", "eot", "eom")} if self.texts else set[int | None]()
-        return {token_id for token_id in named if self.kinds[token_id] == _CONTROL} | (given - {None})  # type: ignore[operator]
+        given = [self.id(name) for name in ("eos", "eot", "eom")] if self.texts else []
+        ends = {token_id for token_id in named if self.kinds[token_id] == _CONTROL}
+        return ends | {token_id for token_id in given if token_id is not None}
 
     def added(self) -> list[dict[str, Any]]:
         """Return the tokens that are found before anything else is done to a text."""

@@ -53,10 +53,11 @@ def find_models(
     target = find_folder(model, "target", revision=revision, has_tokenizer=tokenizer is None)
     draft = draft_name(model, draft_model)
     text = find_folder(tokenizer, "tokenizer", TOKENIZER_HUB_FILES) if tokenizer else None
-    drafted = f"; its draft is {draft if speculation and draft else 'none'}"
-    notes = notes_of(target) if model not in PAIRS else ()  # a pair is described by app/config/pairs.py
-    for note, more in zip(notes, (drafted, ""), strict=False):
-        print(f"{model}: {note}{more}", file=sys.stderr)
+    notes = notes_of(target) if model not in PAIRS else []  # a pair is described by app/config/pairs.py
+    if notes:
+        notes[0] += f"; its draft is {draft if speculation and draft else 'none'}"
+    for note in notes:
+        print(f"{model}: {note}", file=sys.stderr)
     if speculation and draft:
         return Folders(target, find_folder(draft, "draft", revision=draft_revision), text)
     reason = "no --draft-model" if speculation else "--no-speculation"
