@@ -92,11 +92,13 @@ def gguf_folder(file: Path, *, has_tokenizer: bool = True) -> Path:
         contents = {"config.json": config} | text_files(header.metadata, has_tokenizer=has_tokenizer)
         notes = [note for note in (origin(header.metadata), unread_defaults(header.metadata)) if note]
     contents["notes.json"] = {"notes": notes}
+    reason = "there is no safe folder for caches"
     if cache:
         _evict(cache)
-        with suppress(OSError):
+        try:
             return _written(contents, source, cache, name)
-    reason = f"{cache} cannot be written" if cache else "there is no safe folder for caches"
+        except OSError as error:
+            reason = f"{cache} cannot be written ({error.strerror or error})"
     print(
         f"{reason}, so each start reads {file} anew: set XDG_CACHE_HOME to a folder of this user only", file=sys.stderr
     )

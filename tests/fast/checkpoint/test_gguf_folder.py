@@ -299,7 +299,8 @@ def test_a_cache_that_cannot_be_written_is_replaced_for_one_start(
 
     monkeypatch.setattr(module, "_written", full)
     assert gguf_folder(file).parent.parent == tmp_path
-    assert f"{cache} cannot be written, so each start reads {file} anew: set XDG_CACHE_HOME" in capsys.readouterr().err
+    said = f"{cache} cannot be written (No space left on device), so each start reads {file} anew: set XDG_CACHE_HOME"
+    assert said in capsys.readouterr().err
     monkeypatch.setattr(module, "user_folder", lambda name: None)
     monkeypatch.setattr(module, "_written", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(
