@@ -19,6 +19,7 @@ from app.engine.checkpoint.gguf_folder import begins_as_gguf, choose, gguf_folde
 from app.engine.checkpoint.quantised import refuse_formats
 from app.engine.errors import UnsupportedError
 
+Role = Literal["target", "draft", "tokenizer"]
 DEMO = PAIRS["demo"].draft.parent
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -86,7 +87,7 @@ class Checkpoint:
 
 def find_folder(
     name: str,
-    role: Literal["target", "draft", "tokenizer"],
+    role: Role,
     files: Sequence[str] = _HUB_FILES,
     revision: str | None = None,
     *,
@@ -105,15 +106,8 @@ def find_folder(
     if is_local and revision:
         given = f"{role} {name} is here, and only a Hugging Face id has a revision (here {revision})"
         raise UnsupportedError(f"{given}; leave it out, or give the id")
-    if pair := PAIRS.get(name):
-        if role == "draft":
-            return pair.draft
-        try:
-            return find_folder(_target_of(name), role, files, has_tokenizer=has_tokenizer)
-        except UnsupportedError as error:
-            if not pair.missing:
-                raise
-            raise UnsupportedError(f"{error}; or bring another target of {name}: `{pair.missing}`") from None
+    if name in PAIRS:
+        return _of_pair(name, role, files, has_tokenizer)
     if is_local:
         file = path if path.exists() and not path.is_dir() else _local_gguf(folder, wanted)
         return folder if file is None else _of_gguf(file, name, role, has_tokenizer)
@@ -129,6 +123,19 @@ def find_folder(
         reason = f"the cache does not hold {stored}; unset HF_HUB_OFFLINE or check the network for one start"
         raise UnsupportedError(f"{role} {name}: {reason}")
     return _of_gguf(file, name, role, has_tokenizer)
+
+
+def _of_pair(name: str, role: Role, files: Sequence[str], has_tokenizer: bool) -> Path:
+    """Return the folder of a pair's draft or target. Raises UnsupportedError."""
+    pair = PAIRS[name]
+    if role == "draft":
+        return pair.draft
+    try:
+        return find_folder(_target_of(name), role, files, has_tokenizer=has_tokenizer)
+    except UnsupportedError as error:
+        if not pair.missing:
+            raise
+        raise UnsupportedError(f"{error}; or bring another target of {name}: `{pair.missing}`") from None
 
 
 def _target_of(name: str) -> str:
@@ -175,7 +182,7 @@ def _is_of_gguf(names: Sequence[str]) -> bool:
     return any(map(is_gguf, names)) and not any(name.endswith((".safetensors", ".index.json")) for name in names)
 
 
-def _of_gguf(file: Path, name: str, role: str, has_tokenizer: bool) -> Path:
+def _of_gguf(file: Path, name: str, role: Role, has_tokenizer: bool) -> Path:
     """Return the folder made of a GGUF file. Raises UnsupportedError for a file that is none, or no target's."""
     if not is_gguf(file.name) and not begins_as_gguf(file):
         raise UnsupportedError(
@@ -185,13 +192,13 @@ def _of_gguf(file: Path, name: str, role: str, has_tokenizer: bool) -> Path:
     return gguf_folder(file, has_tokenizer=has_tokenizer)
 
 
-def _refuse_role(file: str, name: str, role: str) -> None:
+def _refuse_role(file: str, name: str, role: Role) -> None:
     instead = {"draft": "drafts are safetensors", "tokenizer": "a tokenizer is a tokenizer.json"}
     if role in instead:
         raise UnsupportedError(f"{role} {name} is GGUF ({file}), and {instead[role]}; give their folder or id")
 
 
-def _hub_gguf(name: str, given: str, role: str, wanted: str, revision: str | None) -> str | None:
+def _hub_gguf(name: str, given: str, role: Role, wanted: str, revision: str | None) -> str | None:
     """Return the GGUF file that is meant by a Hugging Face id, or None if its weights are not GGUF.
 
     Files that the cache has are chosen among where the hub cannot be reached.
@@ -210,7 +217,7 @@ def _hub_gguf(name: str, given: str, role: str, wanted: str, revision: str | Non
     return choose(names, wanted, name) if (wanted and names) or _is_of_gguf(names) else None
 
 
-def _downloaded(name: str, given: str, role: str, files: Sequence[str], revision: str | None) -> Path:
+def _downloaded(name: str, given: str, role: Role, files: Sequence[str], revision: str | None) -> Path:
     """Return the cached folder of a Hugging Face id, once it has these files. Messages have what was `given`."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
