@@ -23,7 +23,7 @@ MAX_SECONDS = 10
 otherwise."""
 _SECONDS = 1.5
 """Time for all steps but those of a single sequence, whose costs decide most and are all timed once. The largest number
-of sequences may use half of what is left of it."""
+of sequences may use half of what is left of it, or half as long as a single one took."""
 _ROUNDS = 6
 _IN_A_ROW = 3
 """Consecutive steps of a shape in a round. The last of them is timed."""
@@ -117,7 +117,8 @@ def measure_costs(
         for n in dict.fromkeys((*ends, *seqs[::2], *seqs)):
             end = MAX_SECONDS if n == ends[0] and not done else _SECONDS
             if n == ends[-1] and not done:
-                end = min(end, (time.perf_counter() - begun + _SECONDS) / 2)
+                elapsed = time.perf_counter() - begun
+                end = min(max(elapsed + _SECONDS, 3 * elapsed) / 2, MAX_SECONDS)
             for shape in shapes(n, sizes.block_size, widths):
                 seconds = time.perf_counter() - begun
                 on_progress(min(int(seconds), MAX_SECONDS - 1), MAX_SECONDS)

@@ -74,6 +74,13 @@ def test_a_small_model_on_a_cpu_is_timed_within_two_seconds_at_few_sequences_and
     assert {1, 4, 16} <= {shape.seqs for shape in machine.ran}
 
 
+def test_a_slow_machine_times_many_sequences_for_half_as_long_as_one(monkeypatch):
+    machine = Machine(by_rows(60, 6, 1))
+    measured(monkeypatch, machine)
+    assert {shape.seqs for shape in machine.ran} == {1, 16}
+    assert machine.now - 100 <= 1.5 * sum(machine.step_ms(shape) for shape in machine.ran if shape.seqs == 1) / 1000
+
+
 def test_a_machine_on_which_two_steps_take_longer_runs_these_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(by_rows(8000, 100, 10))
     table = measured(monkeypatch, machine)
