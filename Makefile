@@ -141,7 +141,7 @@ audit: $(DEV_STAMP)
 	$(BIN)/python -m pip list --format freeze --exclude-editable | sed 's/+.*//' > build/installed.txt
 	$(BIN)/pip-audit --strict --no-deps --disable-pip --requirement build/installed.txt $(ARGS)
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml app/smollm2/requirements.txt
 	@$(or $(PYTHON),false) -c '$(RECENT)' || { echo \
 	  'Python >= 3.11 is needed; make PYTHON=/path/to/python3.12 names one.' >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv

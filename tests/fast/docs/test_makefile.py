@@ -18,8 +18,9 @@ pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="there is no ma
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """One in which nothing was made yet."""
-    for name in ("Makefile", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
+    for name in ("Makefile", "pyproject.toml", "app/smollm2/requirements.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path
 
 
@@ -71,5 +72,7 @@ def test_what_is_installed_is_installed_once(checkout: Path) -> None:
     assert installed(commands(checkout, "serve")) == [] and installed(commands(checkout, "check")) == [TESTS]
     (checkout / ".venv" / ".installed-dev").touch()
     assert installed(commands(checkout, "check")) == []
-    (checkout / "pyproject.toml").touch()
-    assert installed(commands(checkout, "check")) == [SERVING, TESTS]
+    for pinned in ("pyproject.toml", "app/smollm2/requirements.txt"):
+        (checkout / ".venv" / ".installed-dev").touch()
+        (checkout / pinned).touch()
+        assert installed(commands(checkout, "check")) == [SERVING, TESTS]
