@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 from app.engine.cache_folder import remove_if_old, user_folder, work_folder
@@ -18,8 +19,6 @@ from app.engine.checkpoint.gguf_config import config_of
 from app.engine.checkpoint.gguf_text import origin, text_files, unread_defaults
 from app.engine.errors import UnsupportedError
 
-_FORMAT = 1
-"""Of what is read from a file. A folder of another number is not used."""
 _PART = re.compile(r"-(\d{5})-of-(\d{5})$")
 _QUANTISATION = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|F16|F32|BF16|FP\d|MXFP\d|NVFP\d)\w*)$", re.IGNORECASE)
 _NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
@@ -82,10 +81,10 @@ def gguf_folder(file: Path, *, has_tokenizer: bool = True) -> Path:
     served. A folder is kept until its file is gone or another.
     """
     source = file.resolve()
-    name = f"{_key(source)}-{_FORMAT}" + ("" if has_tokenizer else "-bare")
-    cache = user_folder("gguf")
-    if cache and _is_whole(cache / name):
-        return cache / name
+    name = f"{_key(source)}-{_release()}" + ("" if has_tokenizer else "-bare")
+    kept = user_folder("gguf")
+    if kept and _is_whole(kept / name):
+        return kept / name
     header = read_header(file)
     config = config_of(header)
     with naming(str(file)):
@@ -93,12 +92,12 @@ def gguf_folder(file: Path, *, has_tokenizer: bool = True) -> Path:
         notes = [note for note in (origin(header.metadata), unread_defaults(header.metadata)) if note]
     contents["notes.json"] = {"notes": notes}
     reason = "there is no safe folder for caches"
-    if cache:
-        _evict(cache)
+    if kept:
+        _evict(kept)
         try:
-            return _written(contents, source, cache, name)
+            return _written(contents, source, kept, name)
         except OSError as error:
-            reason = f"{cache} cannot be written ({error.strerror or error})"
+            reason = f"{kept} cannot be written ({error.strerror or error})"
     print(
         f"{reason}, so each start reads {file} anew: set XDG_CACHE_HOME to a folder of this user only", file=sys.stderr
     )
@@ -141,6 +140,13 @@ def _key(source: Path) -> str:
     return hashlib.sha256(facts.encode(errors="surrogateescape")).hexdigest()[:32]
 
 
+@cache
+def _release() -> str:
+    """Return a hash of the code that makes a folder, because another release may make another one of the same file."""
+    sources = sorted(Path(__file__).parent.glob("gguf*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:8]
+
+
 def _is_whole(folder: Path) -> bool:
     """Return whether a folder has all its files. Cleaners of caches may remove some."""
     wanted = ["config.json", "generation_config.json", "notes.json", GGUF_FILE]
@@ -167,10 +173,10 @@ def _written(contents: dict[str, dict[str, object]], source: Path, parent: Path,
     return folder
 
 
-def _evict(cache: Path) -> None:
+def _evict(kept: Path) -> None:
     """Remove folders whose file is gone or another one now, and what killed processes left."""
     with suppress(OSError):
-        for folder in [*cache.iterdir()]:
+        for folder in [*kept.iterdir()]:
             link = folder / GGUF_FILE
             if not link.is_symlink() or _key(link.readlink()) != folder.name.partition("-")[0]:
                 with suppress(OSError):  # another server may remove it too
