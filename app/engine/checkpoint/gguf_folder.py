@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
 
 from app.engine.cache_folder import remove_if_old, user_folder, work_folder
 from app.engine.checkpoint.fields import naming
@@ -23,6 +24,8 @@ _PART = re.compile(r"-(\d{5})-of-(\d{5})$")
 _QUANTISATION = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|F16|F32|BF16|FP\d|MXFP\d|NVFP\d)\w*)$", re.IGNORECASE)
 _NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 _LISTED = 40
+_NOTES = "notes.json"
+_Kind = TypeVar("_Kind", list[Any], dict[str, Any])
 
 
 def is_gguf(name: str) -> bool:
@@ -90,12 +93,14 @@ def gguf_folder(file: Path, *, has_tokenizer: bool = True) -> Path:
     with naming(str(file)):
         contents = {"config.json": config} | text_files(header.metadata, has_tokenizer=has_tokenizer)
         notes = [note for note in (origin(header.metadata), unread_defaults(header.metadata)) if note]
-    contents["notes.json"] = {"notes": notes}
+    files = {name: json.dumps(content, ensure_ascii=False).encode() for name, content in contents.items()}
+    sizes = {name: len(content) for name, content in files.items()}
+    files[_NOTES] = json.dumps({"notes": notes, "sizes": sizes}).encode()
     reason = "there is no safe folder for caches"
     if kept:
         _evict(kept)
         try:
-            return _written(contents, source, kept, name)
+            return _written(files, source, kept, name)
         except OSError as error:
             reason = f"{kept} cannot be written ({error.strerror or error})"
     print(
@@ -104,7 +109,7 @@ def gguf_folder(file: Path, *, has_tokenizer: bool = True) -> Path:
     try:
         folder = Path(tempfile.mkdtemp(prefix="dflash-gguf-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        return _written(contents, source, folder, name)
+        return _written(files, source, folder, name)
     except OSError as error:
         why = f"{reason}, and neither can {tempfile.gettempdir()} ({error.strerror or error})"
         raise UnsupportedError(f"{file}: {why}; free some space there, or set XDG_CACHE_HOME") from None
@@ -112,9 +117,7 @@ def gguf_folder(file: Path, *, has_tokenizer: bool = True) -> Path:
 
 def notes_of(folder: Path) -> list[str]:
     """Return what the log says of the GGUF file of a folder, [] for another folder."""
-    with suppress(OSError, ValueError, KeyError):
-        return list(json.loads((folder / "notes.json").read_text(encoding="utf-8"))["notes"])
-    return []
+    return [*map(str, _kept(folder, "notes", list))]
 
 
 def weights_of(folder: Path) -> Path:
@@ -148,21 +151,33 @@ def _release() -> str:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Return whether a folder has all its files. Cleaners of caches may remove some."""
-    wanted = ["config.json", "generation_config.json", "notes.json", GGUF_FILE]
-    wanted += [] if folder.name.endswith("-bare") else ["tokenizer.json", "tokenizer_config.json"]
-    return all((folder / name).is_file() for name in wanted)
+    """Return whether a folder has all its files, as long as they were written. Cleaners of caches may remove some, and
+    a host that loses power or room leaves some empty."""
+    sizes = _kept(folder, "sizes", dict)
+    with suppress(OSError, ValueError):  # damaged notes may have a name that no file can have
+        whole = all((folder / name).stat().st_size == size for name, size in sizes.items())
+        return bool(sizes) and whole and (folder / GGUF_FILE).is_symlink()
+    return False
 
 
-def _written(contents: dict[str, dict[str, object]], source: Path, parent: Path, name: str) -> Path:
+def _kept(folder: Path, field: str, kind: type[_Kind]) -> _Kind:
+    """Return what a folder's notes say, empty for another folder or notes that are damaged."""
+    with suppress(OSError, ValueError, RecursionError):
+        notes = json.loads((folder / _NOTES).read_bytes())
+        if isinstance(notes, dict) and isinstance(value := notes.get(field), kind):
+            return value
+    return kind()
+
+
+def _written(files: dict[str, bytes], source: Path, parent: Path, name: str) -> Path:
     """Write a folder. Another server may write the same one at the same time."""
     folder = parent / name
     with work_folder(parent) as work:
         made = Path(work) / name
         made.mkdir()
         (made / GGUF_FILE).symlink_to(source)
-        for file, content in contents.items():
-            (made / file).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+        for file, content in files.items():
+            (made / file).write_bytes(content)
         if folder.is_dir() and not _is_whole(folder):
             shutil.rmtree(folder)
         try:

@@ -16,7 +16,7 @@ from app.engine import cache_folder
 from app.engine.checkpoint import gguf_folder as module
 from app.engine.checkpoint.files import Checkpoint, find_folder
 from app.engine.checkpoint.gguf import GGUF_FILE
-from app.engine.checkpoint.gguf_folder import choose, gguf_folder
+from app.engine.checkpoint.gguf_folder import choose, gguf_folder, notes_of
 from app.engine.checkpoint.read import find_models
 from app.engine.errors import UnsupportedError
 from tests.golden.llama_tokens import metadata_of, write_model
@@ -270,6 +270,17 @@ def test_a_folder_that_lost_a_file_is_made_again(file: Path) -> None:
     folder = gguf_folder(file)
     (folder / "tokenizer.json").unlink()
     assert gguf_folder(file) == folder and (folder / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"notes": 5, "sizes": 5}', "[" * 100_000], ids=range(5))
+@pytest.mark.parametrize("damaged", ["tokenizer.json", "config.json", "notes.json"])
+def test_a_folder_that_was_damaged_is_made_again(file: Path, damaged: str, content: str) -> None:
+    folder = gguf_folder(file)
+    written, notes = (folder / damaged).read_bytes(), notes_of(folder)
+    (folder / damaged).write_text(content)
+    assert notes_of(folder) == ([] if damaged == "notes.json" else notes)
+    assert gguf_folder(file) == folder
+    assert (folder / damaged).read_bytes() == written and notes_of(folder) == notes
 
 
 def test_folders_of_files_that_are_gone_are_evicted_unless_they_are_new(file: Path, cache: Path) -> None:
