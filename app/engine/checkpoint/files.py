@@ -245,7 +245,9 @@ def _downloaded(name: str, given: str, role: Role, files: Sequence[str], revisio
         reason = f"the download from {hub} failed: {error}"
     if "/" not in name and name.lower().startswith("qwen"):
         reason += f"; did you mean {'z-lab' if 'dflash' in name.lower() else 'Qwen'}/{name}?"
-    raise UnsupportedError(f"{role} {given}: there is no folder {Path(given).expanduser().absolute()}, and {reason}")
+    path = Path(given).expanduser().absolute()
+    file, folder = f"there is no file {path}, and {reason}", f"there is no folder {path}, and {reason}"
+    raise UnsupportedError(f"{role} {given}: {file if is_gguf(given) else folder}")
 
 
 def find_file_of(tensor: str, name: str) -> Path:

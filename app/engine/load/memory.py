@@ -9,6 +9,7 @@ import torch
 
 from app.config.engine import EngineConfig
 from app.engine.checkpoint.gguf import GGUF_FILE
+from app.engine.checkpoint.gguf_folder import weights_of
 from app.engine.comm.comm import Comm
 from app.engine.device.base import Backend
 from app.engine.device.gated_delta import CHUNK
@@ -45,7 +46,7 @@ def check_weights(plan: Plan, target: Weights, draft: Weights | None, backend: B
         whole = draft.num_bytes(lambda weight: False, to_int8=False)
         sizes[config.draft] = whole // (1 if plan.whole_draft else slices)
     needed, free = sum(sizes.values()), comm.minimum(backend.memory()[0])  # no rank has read weights before this
-    listed = " and ".join(f"{size >> 20} MiB of {folder}" for folder, size in sizes.items())
+    listed = " and ".join(f"{size >> 20} MiB of {weights_of(folder)}" for folder, size in sizes.items())
     told = f"the weights take {needed >> 20} MiB ({listed}), and {free >> 20} MiB are free on {backend.device}"
     logger.info(told)
     if needed > free:

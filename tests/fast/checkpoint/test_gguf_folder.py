@@ -148,6 +148,15 @@ def test_a_missing_file_is_looked_for_where_it_was_named() -> None:
         find_folder("/nowhere/a.gguf", "target")
 
 
+def test_a_missing_file_that_could_be_a_repository_is_called_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UnsupportedError, match=r"there is no file .*/models/a\.gguf, and HF_HUB_OFFLINE is set"):
+        find_folder("models/a.gguf", "target")
+
+
 def test_the_log_names_the_model_by_its_file(file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     find_models(str(file), str(tmp_path), speculation=True)
     find_models(str(file), str(tmp_path), speculation=True)
