@@ -59,7 +59,7 @@ class CpuBackend(TorchBackend):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._packed: set[tuple[torch.Size, torch.dtype]] = set()
+        self._timed: list[Tensor] = []  # until the end of load
         self._num_parameters = 0
         self._few_rows = linear.MOST_ROWS
         self._dtype = self.defaults.dtype
@@ -87,7 +87,8 @@ class CpuBackend(TorchBackend):
         threads wait for one another in busy loops."""
         keep_freed_memory()  # not earlier, or what quantisation frees would stay
         if tune and linear.operator_for(self._dtype):
-            self.use_operators(linear.ALL_ROWS if self._num_parameters < _SMALL_MODEL else linear.tune(self._packed))
+            self.use_operators(linear.ALL_ROWS if self._num_parameters < _SMALL_MODEL else linear.tune(self._timed))
+        self._timed.clear()
 
     def use_operators(self, rows: int) -> None:
         """Use our kernels for up to `rows` rows, where they exist for the dtype."""
@@ -107,7 +108,8 @@ class CpuBackend(TorchBackend):
         if len(parts) > 1:
             packed = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1])
             self.fill(_copy, parts, packed.split([len(part) for part in parts]))
-        self._packed.add((packed.shape, packed.dtype))
+        if sum(weight.nbytes for weight in self._timed) < linear.TRIED_BYTES:
+            self._timed.append(packed)
         self._num_parameters += packed.numel()
         return packed
 

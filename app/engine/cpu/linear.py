@@ -3,7 +3,7 @@
 import logging
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -21,11 +21,11 @@ ALL_ROWS = 1 << 30
 """More rows than any step has."""
 _TRIED_ROWS = (8, 16, 32, 64, 128)
 """With fewer rows the operator is always used: they wait for the weight only, and are too short to compare."""
-_TRIED_NUMBERS = 1 << 20
-"""Numbers of a weight that are timed, the first rows of a larger one, because products of 128 rows are slow."""
+TRIED_BYTES = 128 << 20
+"""Weights up to about so many bytes are timed: more than caches hold, and not all of a large model."""
 _WIDENED_NUMBERS = 1 << 20
 """Numbers of a weight that are widened at once: 4 MiB, which most processors' caches hold."""
-_ROUNDS = 5
+_ROUNDS = 3
 """The quickest of them counts, because a busy neighbour makes each slower by chance."""
 _FASTER = 1.1
 """PyTorch's product has to be faster by this factor, because a difference below it is noise."""
@@ -109,35 +109,27 @@ def _warn(reason: str) -> None:
     logger.warning("%s", reason)
 
 
-def tune(weights: Iterable[tuple[torch.Size, torch.dtype]]) -> int:
-    """Return the rows up to which the operator multiplies by all of the weights as fast as PyTorch, ALL_ROWS if it
-    does for all that are tried."""
+def tune(weights: Sequence[Tensor]) -> int:
+    """Return the rows up to which the operator multiplies by the weights as fast as PyTorch, ALL_ROWS if it does for
+    all that are tried. Weights come from memory, as in a step, because each is read after all others."""
     most = _TRIED_ROWS[0] - 1
     set_up(most_rows=ALL_ROWS)
     for rows in _TRIED_ROWS:
-        times = [
-            _times(*shape, dtype, rows, torch.get_num_threads()) for shape, dtype in weights if operator_for(dtype)
-        ]
-        if sum(ours for ours, _ in times) > _FASTER * sum(theirs for _, theirs in times):
+        ours, theirs = [], []
+        for _ in range(_ROUNDS):
+            ours.append(_seconds(rows, weights, lambda x, weight: operators(weight.dtype).linear(x, weight, None)))
+            theirs.append(_seconds(rows, weights, F.linear))
+        if min(ours) > _FASTER * min(theirs):
             return most
         most = rows
     return ALL_ROWS
 
 
-@cache
 @torch.inference_mode()
-def _times(out: int, size: int, dtype: torch.dtype, rows: int, threads: int) -> tuple[float, float]:
-    """Return the seconds of a product of `rows` rows by the operator, and by PyTorch."""
-    multiply, out = operator_for(dtype), max(1, min(out, _TRIED_NUMBERS // size))
-    assert multiply
-    weight, x = torch.ones(out, size, dtype=dtype), torch.ones(rows, size, dtype=dtype)
-    ours: list[float] = []
-    theirs: list[float] = []
-    while len(ours) < _ROUNDS:
-        start = time.perf_counter()
-        multiply(x, weight, None)
-        middle = time.perf_counter()
-        F.linear(x, weight)
-        theirs.append(time.perf_counter() - middle)
-        ours.append(middle - start)
-    return min(ours), min(theirs)
+def _seconds(rows: int, weights: Sequence[Tensor], multiply: Callable[[Tensor, Tensor], Tensor]) -> float:
+    """Return the time of a product of `rows` rows with each of the weights."""
+    inputs = {(weight.shape[1], weight.dtype): weight.new_ones(rows, weight.shape[1]) for weight in weights}
+    start = time.perf_counter()
+    for weight in weights:
+        multiply(inputs[weight.shape[1], weight.dtype], weight)
+    return time.perf_counter() - start
