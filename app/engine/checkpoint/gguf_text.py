@@ -18,7 +18,7 @@ _MAX_ADDED, _MAX_ADDED_CHARACTERS = 1 << 14, 1 << 18
 _MAX_SQUARES = 1 << 26
 """Sum of the squared lengths of SentencePiece's tokens, which bounds the work and the merges. Llama 2 has 2 million."""
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
-"""Types of tokens, by llama.cpp's numbers. 6 is a byte, and 0 is undefined."""
+"""Types of tokens, by llama.cpp's numbers. 6 is a byte, and 0 is undefined. There are no others."""
 _ENDS = frozenset(
     "<|im_end|> <|eot_id|> <|eom_id|> <|end_of_text|> <|endoftext|> <\uff5cend▁of▁sentence\uff5c> </s>".split()
 )
@@ -135,6 +135,8 @@ class _Tokens:
                 raise UnsupportedError(
                     f"token {token_id} has {len(text)} characters, and at most {_MAX_LENGTH} are read"
                 )
+            if not 0 <= kind <= 6:
+                raise UnsupportedError(f"token {token_id} is of the unknown type {kind}; {_GIVE}")
             if not text or kind == _UNUSED or text == f"[PAD{token_id}]":  # rows that fill up the embedding
                 continue
             if (other := self.vocabulary.setdefault(text, token_id)) != token_id:

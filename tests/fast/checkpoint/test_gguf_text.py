@@ -37,6 +37,7 @@ def changed(case: str = "qwen2", **keys: Any) -> Metadata:
         ({"tokens": "abc"}, "must be an array of str"),
         ({"token_type": None}, "token_type is missing"),
         ({"token_type": [1]}, r"token_type has 1 values for \d+ tokens"),
+        ({"tokens": ["a", "b"], "token_type": [1, 7]}, "token 1 is of the unknown type 7; give --tokenizer"),
         ({"merges": None}, "merges is missing"),
         ({"merges": ["ab"]}, "the merge 'ab' is not two tokens with a blank between"),
         ({"merges": [" a"]}, "the merge ' a' is not two tokens"),
