@@ -36,10 +36,17 @@ print(json.dumps(found))
 
 
 def asked(*args: dict[str, Any], proxy: str = "1", resources: Sequence[str] = ("CPU",)) -> list[Any]:
-    """Return what is asked of Ray for each set of arguments, or why it is refused. The cluster has these resources."""
+    """Return what is asked of Ray for each set of arguments, or why it is refused. The cluster has these resources, and
+    the demo pair is served where no model is given."""
     skip_without_ray()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_SERVE_ENABLE_HA_PROXY": proxy}
-    command = [PYTHON, "-c", PROGRAM, json.dumps(args), json.dumps(dict.fromkeys(resources, 8))]
+    command = [
+        PYTHON,
+        "-c",
+        PROGRAM,
+        json.dumps([{"model": "demo"} | each for each in args]),
+        json.dumps(dict.fromkeys(resources, 8)),
+    ]
     return list(json.loads(subprocess.check_output(command, env=environment, text=True).splitlines()[-1]))
 
 
