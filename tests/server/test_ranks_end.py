@@ -191,7 +191,7 @@ def test_a_setting_that_a_rank_refuses_before_rank_0_does_is_one_sentence(
 ):
     customize(tmp_path, monkeypatch, LAST_WORDS + SLOW)
     flags = "--device cpu --port 0 -tp 2 --kv-cache-memory 1MiB --max-model-len 2048".split()
-    command = [sys.executable, "-m", "app", "serve", *flags]
+    command = [sys.executable, "-m", "app", "serve", "demo", *flags]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
     assert ended.stderr.splitlines()[-1].startswith("error: rank 1 ended with exit code 2: 1 MiB for KV hold")
