@@ -21,7 +21,8 @@ MAX_OF_A_NAME = 8
 """Files kept of each name: shapes, settings and releases that a machine is likely to change between."""
 AT_WORK_SECONDS = 3600.0
 """No engine takes longer to compile or load, so an older file belongs to a process that was killed."""
-_WORK = "work-"
+WORK = "work-"
+"""Beginning of the names of folders of unfinished files."""
 _KEPT = re.compile(r"(\w+)-[0-9a-f]{16}\.\w+")
 
 
@@ -90,7 +91,7 @@ def user_folder(name: str) -> Path | None:
 
 def work_folder(folder: Path | None) -> tempfile.TemporaryDirectory[str]:
     """Return a temporary folder for unfinished files in `folder`. A later start removes that of a killed process."""
-    return tempfile.TemporaryDirectory(dir=folder, prefix=_WORK, ignore_cleanup_errors=True)
+    return tempfile.TemporaryDirectory(dir=folder, prefix=WORK, ignore_cleanup_errors=True)
 
 
 def _owners_above(folder: Path) -> set[int]:
@@ -105,7 +106,7 @@ def _tidy(folder: Path) -> None:
         for path in folder.iterdir():
             if kept := _KEPT.fullmatch(path.name):
                 last_used[kept[1]].append((path.stat().st_mtime, path))
-            elif path.name.startswith(_WORK):
+            elif path.name.startswith(WORK):
                 remove_if_old(path)
         for files in last_used.values():
             for _, path in sorted(files, reverse=True)[MAX_OF_A_NAME:]:

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from app.engine.cache_folder import remove_if_old, user_folder, work_folder
+from app.engine.cache_folder import WORK, remove_if_old, user_folder, work_folder
 from app.engine.checkpoint.fields import naming
 from app.engine.checkpoint.gguf import GGUF_FILE, read_header
 from app.engine.checkpoint.gguf_config import config_of
@@ -25,6 +25,8 @@ _QUANTISATION = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|F16|F32|BF16|FP\d
 _NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 _LISTED = 40
 _NOTES = "notes.json"
+_MADE = re.compile(r"[0-9a-f]{32}-[0-9a-f]{8}(-bare)?")
+"""Names of kept folders. Whatever else a user puts beside them stays."""
 _Kind = TypeVar("_Kind", list[Any], dict[str, Any])
 
 
@@ -193,6 +195,7 @@ def _evict(kept: Path) -> None:
     with suppress(OSError):
         for folder in [*kept.iterdir()]:
             link = folder / GGUF_FILE
-            if not link.is_symlink() or _key(link.readlink()) != folder.name.partition("-")[0]:
+            is_stale = not link.is_symlink() or _key(link.readlink()) != folder.name.partition("-")[0]
+            if folder.name.startswith(WORK) or (_MADE.fullmatch(folder.name) and is_stale):
                 with suppress(OSError):  # another server may remove it too
                     remove_if_old(folder)

@@ -306,6 +306,20 @@ def test_folders_of_files_that_are_gone_are_evicted_unless_they_are_new(file: Pa
     assert {path.name for path in cache.iterdir()} == {new.name, kept.name, gguf_folder(file).name}
 
 
+def test_what_a_user_keeps_beside_the_kept_folders_is_never_removed(file: Path, cache: Path) -> None:
+    """A folder of that name looks like a place for models."""
+    gguf_folder(file)
+    model, folder, abandoned = cache / "mine.gguf", cache / "models", cache / "work-old"
+    model.write_bytes(b"GGUF")
+    folder.mkdir()
+    abandoned.mkdir()
+    hours_ago = time.time() - cache_folder.AT_WORK_SECONDS - 60
+    for path in (model, folder, abandoned):
+        os.utime(path, (hours_ago, hours_ago))
+    gguf_folder(write_model(file.parent / "other.gguf", metadata_of("smollm")))
+    assert model.exists() and folder.exists() and not abandoned.exists()
+
+
 def test_a_cache_that_cannot_be_written_is_replaced_for_one_start(
     file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
