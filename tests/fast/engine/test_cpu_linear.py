@@ -233,6 +233,13 @@ def test_the_operator_multiplies_rows_with_which_pytorch_is_not_quicker(monkeypa
 
 
 @needs_compiler
+def test_without_weights_to_time_the_operator_multiplies_all_rows(monkeypatch):
+    """Where all of them are int8, which only the operator multiplies by."""
+    monkeypatch.setattr(linear, "_seconds", lambda rows, weights, multiply: float(multiply is not F.linear))
+    assert linear.tune([]) == linear.ALL_ROWS
+
+
+@needs_compiler
 def test_what_is_timed_are_served_weights_up_to_a_size_which_are_then_let_go(monkeypatch):
     monkeypatch.setattr(cpu_backend, "_SMALL_MODEL", 1)
     monkeypatch.setattr(linear, "TRIED_BYTES", 300)
