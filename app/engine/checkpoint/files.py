@@ -88,14 +88,14 @@ class Checkpoint:
 def find_folder(
     name: str,
     role: Role,
-    files: Sequence[str] = _HUB_FILES,
+    files: Sequence[str] | None = None,
     revision: str | None = None,
     *,
     has_tokenizer: bool = True,
 ) -> Path:
     """Return the folder of a checkpoint: the name of a pair, an existing folder, or a Hugging Face id. Raises
-    UnsupportedError. Of an id `files` of the `revision`, a branch, tag or commit, are downloaded if the cache lacks
-    them. Variables of huggingface_hub apply, like HF_HUB_OFFLINE.
+    UnsupportedError. Of an id `files`, or else all of a checkpoint, of the `revision`, a branch, tag or commit, are
+    downloaded if the cache lacks them. Variables of huggingface_hub apply, like HF_HUB_OFFLINE.
 
     A target may be a GGUF file too: FILE.gguf, a folder or an id whose weights are GGUF, followed by `:Q4_K_M` to
     choose one of several, or by its file's name. `gguf_folder` makes a folder of it, as `has_tokenizer` says.
@@ -114,9 +114,9 @@ def find_folder(
     if not _HUB_ID.fullmatch(base):
         neither = f"there is no such folder or file (looked for {path.absolute()}), and it is no Hugging Face id either"
         raise UnsupportedError(f"{role} {name}: {neither}; give a folder, an id such as Qwen/Qwen3-8B, or demo")
-    stored = _hub_gguf(base, name, role, wanted, revision) if wanted or files is _HUB_FILES else None
+    stored = _hub_gguf(base, name, role, wanted, revision) if wanted or files is None else None
     if stored is None:
-        return _downloaded(base, name, role, files, revision)
+        return _downloaded(base, name, role, files or _HUB_FILES, revision)
     _refuse_role(stored, name, role)
     file = _downloaded(base, name, role, [glob.escape(stored)], revision) / stored
     if not file.exists():
@@ -125,7 +125,7 @@ def find_folder(
     return _of_gguf(file, name, role, has_tokenizer)
 
 
-def _of_pair(name: str, role: Role, files: Sequence[str], has_tokenizer: bool) -> Path:
+def _of_pair(name: str, role: Role, files: Sequence[str] | None, has_tokenizer: bool) -> Path:
     """Return the folder of a pair's draft or target. Raises UnsupportedError."""
     pair = PAIRS[name]
     if role == "draft":

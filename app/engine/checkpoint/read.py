@@ -84,10 +84,11 @@ def read_checkpoints(config: EngineConfig) -> Models:
     limit = target.max_position_embeddings
     if config.max_model_len and not 2 <= config.max_model_len <= limit:
         where = f"max_position_embeddings in {config.target / 'config.json'} allows {limit}"
+        longer = "a longer context needs rope_scaling of type yarn there"
         if target_files.gguf:
             where = f"the context_length of {weights_of(config.target)} allows {limit}"
-        outside = f"--max-model-len {config.max_model_len} is outside 2..{limit}: {where}"
-        raise UnsupportedError(f"{outside}; a longer context needs rope_scaling of type yarn there")
+            longer = "a longer context needs a file that was converted with YaRN"
+        raise UnsupportedError(f"--max-model-len {config.max_model_len} is outside 2..{limit}: {where}; {longer}")
     return Models(target, draft, target_files, draft_files)
 
 

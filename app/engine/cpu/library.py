@@ -122,7 +122,7 @@ def processor() -> bytes:
 
 def _levels() -> list[Level]:
     """Return the levels of an image's libraries that this processor has, the best first."""
-    has = frozenset(processor().replace(b":", b" ").split())
+    has = frozenset(processor().split())
     return [level for level in LEVELS.get(platform.machine(), ()) if level.needs <= has]
 
 
