@@ -1,6 +1,7 @@
 """The server process: bind, start the engine, serve while it loads, drain on a signal, stop."""
 
 import asyncio
+import atexit
 import contextlib
 import faulthandler
 import gc
@@ -179,7 +180,7 @@ class Process:
 def _exit(code: int) -> NoReturn:
     """End this process. An ordinary end would wait for threads, and one of them may work for ever."""
     try:
-        logging.shutdown()
+        atexit._run_exitfuncs()  # logging's, and those that remove temporary folders
         sys.stdout.flush()
     finally:
         os._exit(code)

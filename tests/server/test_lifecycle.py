@@ -5,6 +5,8 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -372,3 +374,10 @@ def test_no_key_is_told_to_the_engine_or_to_the_log(script, model_folder, tmp_pa
         process.wait()
         log = (script.folder / "log").read_text()
     assert "401" in log and not [key for key in keys if key in log + started]
+
+
+def test_the_end_runs_what_was_left_for_it() -> None:
+    """Such as the removal of a temporary folder."""
+    program = "import atexit; from app.api import process; atexit.register(print, 'removed'); process._exit(3)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stdout) == (3, "removed\n")
