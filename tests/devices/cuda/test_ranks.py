@@ -1,7 +1,7 @@
 """Ranks with all our kernels in every step decode what one rank on the CPU backend does.
 
-The ranks are threads, and Triton's interpreter holds the place in a grid for the whole process, so one kernel runs at a
-time. Not run on two GPUs.
+The ranks are threads, and Triton's interpreter holds the place in a grid for the whole process, and parses a kernel in
+its first run, which Python 3.11 cannot do in two threads (SystemError): one kernel runs at a time. Not run on two GPUs.
 """
 
 import threading
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from triton.runtime.interpreter import GridExecutor
+from triton.runtime.interpreter import InterpretedFunction
 
 from app.config.engine import EngineConfig
 from tests import UNTIMED
@@ -36,14 +36,14 @@ def pair_of(folder: Path, kind: str) -> Pair:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Return the names of the kernels that run, one at a time."""
-    own, lock, names = GridExecutor.__call__, threading.Lock(), set[str]()
+    own, lock, names = InterpretedFunction.run, threading.Lock(), set[str]()
 
     def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
         with lock:
             names.add(kernel.fn.__name__)
             return own(kernel, *args, **kwargs)
 
-    monkeypatch.setattr(GridExecutor, "__call__", run)
+    monkeypatch.setattr(InterpretedFunction, "run", run)
     return names
 
 
