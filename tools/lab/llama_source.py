@@ -1,4 +1,4 @@
-"""llama.cpp's server, built from source and kept, and checkpoints as its GGUF files."""
+"""llama.cpp's server, built from source and kept, and models as its GGUF files."""
 
 import os
 import subprocess
@@ -23,6 +23,7 @@ OPTIONS = {
     "LLAMA_BUILD_UI": "OFF",
     "LLAMA_USE_PREBUILT_UI": "OFF",
 }
+TARGETS = ("llama-server", "llama-quantize")
 CONVERT = """
 import runpy, sys
 source = sys.argv.pop(1)
@@ -61,17 +62,17 @@ class LlamaCpp:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.source, self._build = folder / "source", folder / "cmake"
-        self.server = self._build / "bin" / "llama-server"
+        self.server, self._quantizer = (self._build / "bin" / name for name in TARGETS)
 
     def build(self, tell: Callable[[str], None]) -> None:
         """Download and compile what is not there. Raises ServerError with the last lines of a command that failed."""
         self.download(tell)
-        if not self.server.is_file():
+        if not (self.server.is_file() and self._quantizer.is_file()):
             tell("compiling llama-server, which takes two cores some 10 minutes")
             flags = [f"-D{name}={value}" for name, value in OPTIONS.items()]
             self._run("cmake", ["cmake", "-S", str(self.source), "-B", str(self._build), *flags])
             jobs = str(os.cpu_count())
-            self._run("build", ["cmake", "--build", str(self._build), "--target", "llama-server", "--parallel", jobs])
+            self._run("build", ["cmake", "--build", str(self._build), "--target", *TARGETS, "--parallel", jobs])
 
     def download(self, tell: Callable[[str], None]) -> None:
         """Download the source if it is not there. Raises ServerError with the last lines of a command that failed."""
@@ -84,6 +85,11 @@ class LlamaCpp:
         """Write a checkpoint as `to`, and return it. A draft needs the folder of its `target`, for the tokenizer."""
         flags = ["--outtype", outtype, "--outfile", str(to), *(["--target-model-dir", str(target)] if target else [])]
         self._run("convert", [sys.executable, "-c", CONVERT, str(self.source), str(checkpoint), *flags])
+        return to
+
+    def quantize(self, file: Path, to: Path, outtype: str) -> Path:
+        """Write a GGUF file with its weights in another type as `to`, and return it."""
+        self._run("quantize", [str(self._quantizer), "--allow-requantize", str(file), str(to), outtype])
         return to
 
     def _unpack_sdist(self) -> None:

