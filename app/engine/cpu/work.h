@@ -2,10 +2,15 @@
 
 #pragma once
 
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <ctime>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -36,9 +41,43 @@ struct Function final : Work {
 
 using Works = std::vector<std::unique_ptr<Work>>;
 
-// Threads that run works, one after another. A work ends when its parts are done, whoever did them: a thread whose core
-// was taken away delays the others by no more than the part that it has begun. Who finds no part waits in a loop for a
-// moment, and then sleeps, so that its core is free for the thread that has one.
+// A thread of a team, as the others see it.
+struct Member {
+  std::atomic<pid_t> id = 0;
+  std::atomic<int> core = -1;  // the last that it took a part on
+  std::atomic<bool> takes_parts = false;
+  std::atomic<bool> is_guest = false;  // on the core of another, for as long as its part takes
+  Member* next = nullptr;
+  static inline std::mutex moving;  // or another move would find, and keep, the cores of this one
+
+  // Return false if its processor time stands still.
+  bool runs() const {
+    const clockid_t of_thread = ~clockid_t(id) * 8 + 6;  // as pthread_getcpuclockid has it
+    timespec before{}, now{};
+    clock_gettime(of_thread, &before);
+    clock_gettime(of_thread, &now);
+    return before.tv_nsec != now.tv_nsec;
+  }
+
+  // Move it to the cores for which `may` returns true. From then on the kernel may move it anywhere, as before.
+  template <class May>
+  void move(const May& may) const {
+    std::unique_lock lock(moving, std::try_to_lock);
+    cpu_set_t allowed, chosen;
+    if (!lock || sched_getaffinity(id, sizeof allowed, &allowed)) return;
+    CPU_ZERO(&chosen);
+    for (int core = 0; core < CPU_SETSIZE; core++)
+      if (CPU_ISSET(core, &allowed) && may(core)) CPU_SET(core, &chosen);
+    if (!sched_setaffinity(id, sizeof chosen, &chosen)) sched_setaffinity(id, sizeof allowed, &allowed);
+  }
+};
+
+// Threads that run works, one after another. A work ends when its parts are done, whoever did them. Who finds no part
+// waits in a loop for a moment, and then sleeps, so that its core is free for the thread that has one.
+//
+// A busy neighbour takes the core of a thread in the middle of a part, for some milliseconds, and the others wait. So
+// who is about to sleep brings that thread to its own core. After the part one of the two leaves for a core where no
+// member is, and shares it with the neighbour: the kernel would give the neighbour one core and the team the other.
 class Team {
  public:
   // Run the works on this thread and on others.
@@ -51,12 +90,18 @@ class Team {
       return;
     }
     std::lock_guard turn(turn_);
-    for (; started_ < threads - 1; started_++) std::thread([this] { help(); }).detach();
+    for (; started_ < threads - 1; started_++) {
+      Member* member = new Member;
+      member->next = members_;
+      members_ = member;
+      std::thread([this, member] { help(*member); }).detach();
+    }
+    caller_.id = pid_t(syscall(SYS_gettid));
     next_ = works.data();
     end_ = next_ + works.size();
     ended_ = false;
     open();
-    while (!ended_) wait(take_parts(), [this] { return ended_.load(); });
+    while (!ended_) wait(caller_, take_parts(caller_), [this] { return ended_.load(); });
   }
 
  private:
@@ -66,6 +111,7 @@ class Team {
   };
 
   static constexpr auto PATIENCE = std::chrono::microseconds(40);  // about what it takes to wake a thread
+  static constexpr auto INTERRUPTION = std::chrono::microseconds(100);  // few of the kernel's own are longer
 
   // Open the next work that has parts, or end.
   void open() {
@@ -86,38 +132,79 @@ class Team {
   }
 
   // Run parts until none is left. Return the ticket that has none.
-  Ticket take_parts() {
+  Ticket take_parts(Member& me) {
+    me.takes_parts = true;
     Ticket ticket = ticket_.load();
     while (ticket.next < ticket.parts) {
+      if (me.is_guest) leave(me);
       Ticket taken = ticket;
       taken.next++;
       if (!ticket_.compare_exchange_weak(ticket, taken)) continue;
+      me.core.store(sched_getcpu(), std::memory_order_relaxed);
       work_.load()->run(ticket.next);  // it stays open until this part is done
       if (++done_ == int64_t(ticket.parts)) open();
       ticket = ticket_.load();
     }
+    me.takes_parts = false;
     return ticket;
   }
 
-  // Wait until another work is open or `is_over`.
-  template <class Over>
-  void wait(Ticket seen, const Over& is_over) {
-    auto is_done = [&] { return ticket_.load().number != seen.number || is_over(); };
-    for (const auto start = std::chrono::steady_clock::now(); std::chrono::steady_clock::now() - start < PATIENCE;)
+  // Return true as soon as `is_done`, or false after that time.
+  template <class Done>
+  static bool spins(std::chrono::microseconds time, const Done& is_done) {
+    for (const auto start = std::chrono::steady_clock::now(); std::chrono::steady_clock::now() - start < time;)
       for (int i = 0; i < 16; i++) {
-        if (is_done()) return;
+        if (is_done()) return true;
 #if defined(__x86_64__)
         __builtin_ia32_pause();
 #endif
       }
+    return false;
+  }
+
+  // Wait until another work is open or `is_over`.
+  template <class Over>
+  void wait(Member& me, Ticket seen, const Over& is_over) {
+    auto is_done = [&] { return ticket_.load().number != seen.number || is_over(); };
+    if (spins(PATIENCE, is_done)) return;
+    if (without_core(me)) {
+      if (spins(INTERRUPTION, is_done)) return;
+      if (Member* other = without_core(me)) bring_here(*other, me);
+    }
     std::unique_lock lock(mutex_);
     sleeping_++;
     wake_.wait(lock, is_done);
     sleeping_--;
   }
 
-  void help() {
-    while (true) wait(take_parts(), [] { return false; });
+  // Return another member that has a part and no core, or null.
+  Member* without_core(const Member& me) const {
+    Member* other = members_;
+    while (other && (other == &me || !other->takes_parts || other->runs())) other = other->next;
+    return other;
+  }
+
+  // Bring a member to this core, which is about to be idle. The caller needs a core of its own between two calls.
+  void bring_here(Member& other, Member& me) {
+    Member& leaves = &other == &caller_ ? me : other;
+    if (leaves.is_guest.exchange(true)) return;
+    other.move([here = sched_getcpu()](int core) { return core == here; });
+  }
+
+  // Leave this core for those where no other member was last.
+  void leave(Member& me) {
+    me.takes_parts = me.is_guest = false;
+    me.move([&, here = sched_getcpu()](int core) {
+      bool is_free = core != here;
+      for (const Member* other = members_; other; other = other->next) is_free &= other == &me || other->core != core;
+      return is_free;
+    });
+    me.takes_parts = true;
+  }
+
+  void help(Member& me) {
+    me.id = pid_t(syscall(SYS_gettid));
+    while (true) wait(me, take_parts(me), [] { return false; });
   }
 
   std::mutex turn_, mutex_;
@@ -128,6 +215,8 @@ class Team {
   std::atomic<bool> ended_ = true;
   const std::unique_ptr<Work>*next_ = nullptr, *end_ = nullptr;
   int64_t started_ = 0;
+  Member caller_;
+  std::atomic<Member*> members_ = &caller_;
 };
 
 inline Team& team() {
