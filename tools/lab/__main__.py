@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from app.config.error import ConfigError, nearest
 from tools.bench.command import guarded
-from tools.lab import attacks, cpu, gaps, llama_cpp, step
+from tools.lab import attacks, cpu, gaps, llama_cpp, products, step
 
 
 class Part(NamedTuple):
@@ -21,6 +21,9 @@ class Part(NamedTuple):
 PARTS = {
     "step": Part("the cost of a decode step and of its parts, by sequences and by context", step.parser, step.bench),
     "cpu": Part("the engine on a CPU, against Transformers' `generate`", cpu.parser, cpu.bench),
+    "products": Part(
+        "products on a CPU, beside what the machine reads and multiplies", products.parser, products.bench
+    ),
     "gaps": Part("how long streams stand still while a long prompt is read", gaps.parser, gaps.bench),
     "llama_cpp": Part(
         "llama.cpp's server, built from source, and this one, interleaved over HTTP on a CPU",
