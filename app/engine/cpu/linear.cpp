@@ -3,7 +3,7 @@
 // the other rows and threads. So a row's result does not depend on the batch. More than `most_rows` rows go to PyTorch.
 //
 // Rows of x are packed in the order in which tiles read them. A tile has ROWS rows and OUTS outputs, whose sums stay in
-// registers. Rows of x and of the weight are walked DEPTH_BYTES at a time, which the first cache holds for 16 rows.
+// registers. Rows of x and of the weight are walked in equal pieces, whose DEPTH_BYTES fast caches hold for 16 rows.
 // One row walks the weight in the order of its addresses, because it is as fast as the memory.
 //
 // The operator linear_int8 multiplies by a weight in int8 with a scale a row, for any number of rows.
@@ -18,7 +18,7 @@ using namespace OPERATORS;
 namespace {
 
 constexpr int GROUP = 8;  // tiles whose sums are kept while the next numbers of x are in the first cache
-constexpr int64_t DEPTH_BYTES = 2048;
+constexpr int64_t DEPTH_BYTES = 2560;
 constexpr int64_t AHEAD_BYTES = 4096;  // what one row asks the memory for before it is multiplied
 
 // Rows of a weight that a tile asks the memory for, line by line, because the next tile reads them.
@@ -63,8 +63,7 @@ void add_tile(Lanes* sums, bool is_first, const Lanes* x, const char* weight, in
     }
   } else {
     for (int64_t k = 0; k < steps; k++, weight += WIDTH) {
-      for (int64_t i = 0; i < ahead.rows; i++)  // the second cache has room for more requests
-        __builtin_prefetch(ahead.from + i * stride + k * WIDTH, 0, 2);
+      for (int64_t i = 0; i < ahead.rows; i++) __builtin_prefetch(ahead.from + i * stride + k * WIDTH);
       each<Kind::PARTS>([&](auto part) UNROLLED {
         Lanes right[R];
         each<R>([&](auto r) UNROLLED { in_register(right[r] = x[part * R + r]); });
@@ -219,7 +218,8 @@ struct ProductWork : Work {
     for (int64_t start = 0; start < of.rows.count; start += BLOCK_ROWS) {
       const int64_t rows = std::min<int64_t>(BLOCK_ROWS, of.rows.count - start);
       constexpr int64_t NARROW = std::is_same_v<Own, Kind> ? 1 : Kind::PARTS;  // x is wider than the weight
-      const int64_t depth = rows > ROWS ? std::min(steps, DEPTH_BYTES / WIDTH / NARROW) : steps;
+      const int64_t most = DEPTH_BYTES / WIDTH / NARROW, pieces = rows > ROWS ? (steps + most - 1) / most : 1;
+      const int64_t depth = (steps + pieces - 1) / pieces;
       for (int64_t k = 0; k < steps; k += depth)
         for (int64_t tile = 0; tile < count; tile++) {
           const int64_t own = at + tile * O, length = std::min(depth, whole - k);
