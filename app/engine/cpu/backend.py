@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -115,13 +116,17 @@ class CpuBackend(TorchBackend):
 
     def multiplies(self, weight: QuantisedWeight) -> bool:
         """Return True for int8 with a scale a row, if this package's products are compiled."""
-        return (
-            weight.data.dtype == torch.int8 and weight.scales.shape[-1] == 1 and bool(linear.operator_for(weight.dtype))
-        )
+        in_8_bits = weight.data.dtype == torch.int8 and weight.data.shape[-1] % linear.INT8_STEP == 0
+        return in_8_bits and weight.scales.shape[-1] == 1 and bool(linear.operator_for(weight.dtype))
 
     def pack_quantised(self, weight: QuantisedWeight) -> QuantisedWeight:
         linear.set_up(threads=torch.get_num_threads())
         self._num_parameters += weight.data.numel()
+        pack = library.operators(weight.dtype).pack_int8
+        if weight.data.dim() == 2:
+            return replace(weight, data=pack(weight.data.contiguous()))
+        for expert in weight.data:  # one at a time takes little memory
+            expert.copy_(pack(expert))
         return weight
 
     def pack_columns(self, *parts: Tensor) -> Tensor:
@@ -168,9 +173,6 @@ class CpuBackend(TorchBackend):
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         if isinstance(weight, QuantisedWeight):
-            if len(x) > max(self._few_rows, linear.MOST_ROWS):  # PyTorch is quicker, though it widens the weight first
-                product = torch.mm(x, weight.data.t().to(x.dtype)).mul_(weight.scales[:, 0])
-                return product if bias is None else product.add_(bias)
             return library.operators(x.dtype).linear_int8(x.contiguous(), weight.data, weight.scales, bias)
         if weight.is_contiguous() and (multiply := linear.operator_for(weight.dtype)):
             return multiply(x, weight, bias)

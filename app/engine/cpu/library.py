@@ -33,7 +33,7 @@ _TORCH = Path(torch.__file__).parent
 _FACTS = (b"model name", b"flags", b"Features", b"CPU part")
 _FLAGS = ("-O3", "-std=c++20", "-fPIC")
 _NATIVE = ("-march=native",)
-SOURCES = tuple(map(Path(__file__).with_name, ("linear.cpp", "attention.cpp", "rotate.cpp", "decoder.cpp")))
+SOURCES = tuple(map(Path(__file__).with_name, ("linear.cpp", "int8.cpp", "attention.cpp", "rotate.cpp", "decoder.cpp")))
 PREBUILT = Path(__file__).with_name("prebuilt")
 _KINDS = {torch.float32: "Float32", torch.bfloat16: "BFloat16"}
 """Kinds of numbers in vectors.h."""
@@ -52,7 +52,8 @@ _V3 = frozenset(b"avx avx2 bmi1 bmi2 f16c fma abm movbe".split())
 _V4 = _V3 | frozenset(b"avx512f avx512bw avx512cd avx512dq avx512vl".split())
 LEVELS = {
     "x86_64": (  # the best comes first
-        Level("v4_bf16", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {b"avx512_bf16"}),
+        Level("v4_bf16", ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), _V4 | {b"avx512_vnni", b"avx512_bf16"}),
+        Level("v4_vnni", ("-march=x86-64-v4", "-mavx512vnni"), _V4 | {b"avx512_vnni"}),
         Level("v4", ("-march=x86-64-v4",), _V4),
         Level("v3", ("-march=x86-64-v3",), _V3),
     ),

@@ -6,7 +6,6 @@
 // registers. Rows of x and of the weight are walked in equal pieces, whose DEPTH_BYTES fast caches hold for 16 rows.
 // One row walks the weight in the order of its addresses, because it is as fast as the memory.
 //
-// The operator linear_int8 multiplies by a weight in int8 with a scale a row, for any number of rows.
 // The operator linear_float32 leaves the sums in float32. It computes any number of rows,
 // because PyTorch would round them to bfloat16.
 
@@ -27,13 +26,13 @@ struct Ahead {
   int64_t rows;
 };
 
-// Where a tile's totals go: rows are `stride` numbers apart. `added` has the bias of each of a tile's totals, and `scales`
-// the scale of a weight in int8. Numbers of `plus` are added to the rounded totals, and the results go to `also`, too.
+// Where a tile's totals go: rows are `stride` numbers apart. `added` has the bias of each of a tile's totals. Numbers of
+// `plus` are added to the rounded totals, and the results go to `also`, too.
 template <class Written>
 struct Place {
   Written* y;
   int64_t stride;
-  const float *added, *scales;
+  const float* added;
   const Written* plus = nullptr;
   Written* also = nullptr;
   int64_t also_stride = 0;
@@ -41,9 +40,10 @@ struct Place {
 
 // Add the products of R packed rows of x with O rows of a weight, `stride` bytes apart, over `steps` steps. The sums
 // begin with zero or with `sums`, and end there or in a place.
-template <class Kind, class Result, int R, int O>
+template <class Result, int R, int O>
 void add_tile(Lanes* sums, bool is_first, const Lanes* x, const char* weight, int64_t stride, int64_t steps,
               Ahead ahead, const Place<typename Result::Number>* place) {
+  using Kind = Own;
   Lanes own[R * O];
   if (is_first)
     each<R * O>([&](auto i) UNROLLED { own[i] = Lanes{}; });
@@ -83,7 +83,6 @@ void add_tile(Lanes* sums, bool is_first, const Lanes* x, const char* weight, in
   constexpr int VECTORS = (R * O + LANES - 1) / LANES;
   typename Result::Number flat[VECTORS * LANES];
   total<R * O>(own);
-  if (place->scales) each<VECTORS>([&](auto i) UNROLLED { own[i] *= reinterpret_cast<const Lanes*>(place->scales)[i]; });
   if (place->added) each<VECTORS>([&](auto i) UNROLLED { own[i] += reinterpret_cast<const Lanes*>(place->added)[i]; });
   each<VECTORS>([&](auto i) UNROLLED { Result::store(own[i], flat + i * LANES); });
   for (int i = 0; place->plus && i < R * O; i++)
@@ -100,8 +99,12 @@ Lanes* sums_of_tile(int64_t tile) {
   return sums[tile];
 }
 
-// Read row i into numbers [size], which fill their last step with zeros.
-void read_row(const Rows& rows, int64_t i, Own::Number* to) {
+}  // namespace
+
+namespace OPERATORS {
+
+void read_row(const Rows& rows, int64_t i, void* y) {
+  auto* to = static_cast<Own::Number*>(y);
   const Own::Number* from = static_cast<const Own::Number*>(rows.x) + i * rows.stride;
   if (!rows.norm && !rows.gated) {
     std::memcpy(to, from, rows.size * sizeof *to);
@@ -129,14 +132,18 @@ void read_row(const Rows& rows, int64_t i, Own::Number* to) {
   narrow(wide, rows.size, to);
 }
 
-// A product as the threads share it, of rows and a weight of the same kind or another. Each packs the rows for
-// itself: ROWS rows at a time, or fewer last, side by side for each step.
-template <class Kind, class Result>
+}  // namespace OPERATORS
+
+namespace {
+
+// A product as the threads share it. Each packs the rows for itself: ROWS rows at a time, or fewer last, side by side
+// for each step.
+template <class Result>
 struct ProductWork : Work {
-  using Number = typename Kind::Number;
+  using Number = Own::Number;
   using Written = typename Result::Number;
   const Product of;
-  const int64_t in = of.rows.size, out = of.out, whole = in / Kind::STEP, steps = (in + Kind::STEP - 1) / Kind::STEP;
+  const int64_t in = of.rows.size, out = of.out, whole = in / Own::STEP, steps = (in + Own::STEP - 1) / Own::STEP;
   const int64_t tiles = out / OUTS, threads, group = size_of_group(out, threads), groups = (tiles + group - 1) / group;
   const Number* weight = static_cast<const Number*>(of.weight);
   const Own::Number* bias = static_cast<const Own::Number*>(of.bias);
@@ -155,29 +162,21 @@ struct ProductWork : Work {
   const Lanes* packed() const {
     struct Packed;
     static thread_local uint64_t owner = 0;
-    Lanes* to = scratch<Packed>((of.rows.count + 1) * steps * Kind::PARTS);
+    Lanes* to = scratch<Packed>((of.rows.count + 1) * steps * Own::PARTS);
     if (std::exchange(owner, serial) == serial) return to;
-    Bits* row = reinterpret_cast<Bits*>(to + of.rows.count * steps * Kind::PARTS);
+    Bits* row = reinterpret_cast<Bits*>(to + of.rows.count * steps * Own::PARTS);
     Own::Number* numbers = reinterpret_cast<Own::Number*>(row);
-    std::fill(numbers + whole * Kind::STEP, numbers + steps * Kind::STEP, 0);
+    std::fill(numbers + whole * Own::STEP, numbers + steps * Own::STEP, 0);
     tiles_of_rows(of.rows.count, [&](auto tile_rows, int64_t first) {
       constexpr int R = tile_rows;
       for (int64_t r = 0; r < R; r++) {
         read_row(of.rows, first + r, numbers);
         for (int64_t k = 0; k < steps; k++)
-          for (int part = 0; part < Kind::PARTS; part++)
-            to[first * steps * Kind::PARTS + (k * Kind::PARTS + part) * R + r] = part_of(row, numbers, k, part);
+          for (int part = 0; part < Own::PARTS; part++)
+            to[first * steps * Own::PARTS + (k * Own::PARTS + part) * R + r] = Own::part(row[k], part);
       }
     });
     return to;
-  }
-
-  // Return the numbers of a row that a part of a step multiplies.
-  static Lanes part_of(const Bits* row, const Own::Number* numbers, int64_t k, int part) {
-    if constexpr (std::is_same_v<Own, Kind>) return Kind::part(row[k], part);
-    Lanes wide;
-    for (int i = 0; i < LANES; i++) wide[i] = Own::wide(numbers[k * Kind::STEP + part * LANES + i]);
-    return wide;
   }
 
   // Add steps from k on of `count` rows of x from `start` on to the sums of the tile at output `at`. After the last
@@ -185,11 +184,9 @@ struct ProductWork : Work {
   template <int O>
   void add(const Lanes* x, int64_t at, Place<Written> place, int64_t tile, int64_t start, int64_t count, int64_t k,
            const Number* from, int64_t stride, int64_t length, const Number* next) const {
-    alignas(WIDTH) float added[(ROWS * O + LANES - 1) / LANES * LANES], scales[sizeof added / sizeof *added];
+    alignas(WIDTH) float added[(ROWS * O + LANES - 1) / LANES * LANES];
     const bool is_last = k + length == steps || k == whole;
     place.added = is_last && bias ? added : nullptr;
-    place.scales = of.scales ? scales : nullptr;
-    for (int i = 0; of.scales && i < ROWS * O; i++) scales[i] = of.scales[at + i % O];
     for (int i = 0; place.added && i < ROWS * O; i++) {
       Own::Number number;  // a mapped file may have it at any place
       std::memcpy(&number, bias + at + i % O, sizeof number);
@@ -201,7 +198,7 @@ struct ProductWork : Work {
       row = int(r + R) * O / int(count);
       const Ahead ahead = {reinterpret_cast<const char*>(next) + asked * stride, next ? row - asked : 0};
       asked = row;
-      add_tile<Kind, Result, R, O>(sums_of_tile(tile) + r * O, k == 0, x + ((start + r) * steps + k * R) * Kind::PARTS,
+      add_tile<Result, R, O>(sums_of_tile(tile) + r * O, k == 0, x + ((start + r) * steps + k * R) * Own::PARTS,
                                    reinterpret_cast<const char*>(from), stride, length, ahead,
                                    is_last ? &place : nullptr);
       place.y += R * place.stride;
@@ -217,8 +214,7 @@ struct ProductWork : Work {
     const int64_t stride = in * int64_t(sizeof(Number));
     for (int64_t start = 0; start < of.rows.count; start += BLOCK_ROWS) {
       const int64_t rows = std::min<int64_t>(BLOCK_ROWS, of.rows.count - start);
-      constexpr int64_t NARROW = std::is_same_v<Own, Kind> ? 1 : Kind::PARTS;  // x is wider than the weight
-      const int64_t most = DEPTH_BYTES / WIDTH / NARROW, pieces = rows > ROWS ? (steps + most - 1) / most : 1;
+      const int64_t most = DEPTH_BYTES / WIDTH, pieces = rows > ROWS ? (steps + most - 1) / most : 1;
       const int64_t depth = (steps + pieces - 1) / pieces;
       for (int64_t k = 0; k < steps; k += depth)
         for (int64_t tile = 0; tile < count; tile++) {
@@ -227,15 +223,15 @@ struct ProductWork : Work {
           place.y += start * to.stride + tile * O;
           if (to.plus) place.plus += start * to.stride + tile * O;
           if (to.also) place.also += start * to.also_stride + tile * O;
-          const Number* from = weight + own * in + k * Kind::STEP;
+          const Number* from = weight + own * in + k * Own::STEP;
           const bool is_last = k + depth >= steps;
-          const Number* then = is_last ? next : weight + at * in + (k + depth) * Kind::STEP;
+          const Number* then = is_last ? next : weight + at * in + (k + depth) * Own::STEP;
           if (start) then = nullptr;  // all are in a cache
           else if (tile + 1 < count) then = from + O * in;
           if (length > 0) add<O>(x, own, place, tile, start, rows, k, from, stride, length, then);
           if (!is_last || whole == steps) continue;
-          const int64_t after = whole * Kind::STEP;
-          Number rest[O][Kind::STEP] = {};
+          const int64_t after = whole * Own::STEP;
+          Number rest[O][Own::STEP] = {};
           for (int o = 0; o < O; o++) std::memcpy(rest[o], weight + (own + o) * in + after, (in - after) * sizeof(Number));
           add<O>(x, own, place, tile, start, rows, whole, rest[0], WIDTH, 1, nullptr);
         }
@@ -255,7 +251,7 @@ struct ProductWork : Work {
   void run(int64_t part) const override {
     const int64_t at = first_of(part);
     auto from_at = [&](const void* rows) { return rows ? static_cast<const Written*>(rows) + at : nullptr; };
-    run_to(part, {static_cast<Written*>(of.y) + at, out, nullptr, nullptr, from_at(of.plus),
+    run_to(part, {static_cast<Written*>(of.y) + at, out, nullptr, from_at(of.plus),
                   const_cast<Written*>(from_at(of.also)), of.also_stride});
   }
 };
@@ -270,8 +266,8 @@ struct Best {
 };
 
 // A product whose outputs are compared, and not kept: `best` [parts, rows].
-struct BestWork : ProductWork<Own, Float32> {
-  using Base = ProductWork<Own, Float32>;
+struct BestWork : ProductWork<Float32> {
+  using Base = ProductWork<Float32>;
   std::vector<Best>& best;
 
   BestWork(const Product& of, int64_t threads, std::vector<Best>& best) : Base(of, threads), best(best) {
@@ -283,7 +279,7 @@ struct BestWork : ProductWork<Own, Float32> {
     constexpr int64_t WIDE = GROUP * OUTS;
     const int64_t first = this->first_of(part), count = this->end_of(part) - first, rows = this->of.rows.count;
     const float* found = reinterpret_cast<float*>(scratch<Outputs>((rows * WIDE + LANES - 1) / LANES));
-    this->run_to(part, {const_cast<float*>(found), WIDE, nullptr, nullptr});
+    this->run_to(part, {const_cast<float*>(found), WIDE, nullptr});
     for (int64_t row = 0; row < rows; row++, found += WIDE) {
       Best own = {found[0], first};
       for (int64_t i = 1; i < count; i++)
@@ -293,16 +289,15 @@ struct BestWork : ProductWork<Own, Float32> {
   }
 };
 
-// Multiply x by a weight of a kind, and write sums as Result.
-template <class Kind = Own, class Result = Own>
-void multiply(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, Tensor& y,
-              const float* scales = nullptr) {
+// Multiply x by a weight, and write sums as Result.
+template <class Result = Own>
+void multiply(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, Tensor& y) {
   const Rows rows = {x.data_ptr(), x.size(0), x.size(1), x.size(1)};
   const int64_t out = weight.size(0), threads = threads_for(rows.count * rows.size * out);
   const void* added = bias.has_value() ? bias->data_ptr() : nullptr;
-  const Product product = {rows, out, weight.data_ptr(), added, y.data_ptr(), scales};
+  const Product product = {rows, out, weight.data_ptr(), added, y.data_ptr()};
   Works works;
-  works.push_back(std::make_unique<ProductWork<Kind, Result>>(product, threads));
+  works.push_back(std::make_unique<ProductWork<Result>>(product, threads));
   team().run(works, threads);
 }
 
@@ -331,20 +326,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
 Tensor linear_float32(const Tensor& x, const Tensor& weight) {
   STD_TORCH_CHECK(is_own(x, weight, {}), "linear_float32 takes contiguous x [T, in] and weight [out, in] of its dtype");
   Tensor y = torch::stable::new_empty(x, {x.size(0), weight.size(0)}, ScalarType::Float);
-  multiply<Own, Float32>(x, weight, {}, y);
-  return y;
-}
-
-Tensor linear_int8(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias) {
-  STD_TORCH_CHECK(x.scalar_type() == Own::TYPE && x.is_contiguous() && x.dim() == 2 &&
-                      x.size(1) > 0 && weight.scalar_type() == ScalarType::Char && weight.is_contiguous() &&
-                      weight.dim() == 2 && weight.size(1) == x.size(1) && scales.is_contiguous() &&
-                      scales.scalar_type() == ScalarType::Float && scales.numel() == weight.size(0) &&
-                      (!bias.has_value() || bias->scalar_type() == x.scalar_type()),
-                  "linear_int8 takes contiguous x [T, in], weight [out, in] in int8 and scales [out] in float32");
-  const float* factors = static_cast<const float*>(scales.data_ptr());
-  Tensor y = torch::stable::new_empty(x, {x.size(0), weight.size(0)});
-  multiply<Int8>(x, weight, bias, y, factors);
+  multiply<Float32>(x, weight, {}, y);
   return y;
 }
 
@@ -383,8 +365,8 @@ int64_t threads_for(int64_t multiplications) {
 }
 
 void add_product(Works& works, const Product& of, int64_t threads) {
-  if (of.scales) works.push_back(std::make_unique<ProductWork<Int8, Own>>(of, threads));
-  else works.push_back(std::make_unique<ProductWork<Own, Own>>(of, threads));
+  if (of.scales) return add_int8_product(works, of, threads);
+  works.push_back(std::make_unique<ProductWork<Own>>(of, threads));
 }
 
 void add_rows(Works& works, const Rows& rows, void* y) {
@@ -397,7 +379,6 @@ void add_rows(Works& works, const Rows& rows, void* y) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(OPERATORS, library) {
   library.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
-  library.def("linear_int8(Tensor x, Tensor weight, Tensor scales, Tensor? bias) -> Tensor");
   library.def("linear_float32(Tensor x, Tensor weight) -> Tensor");
   library.def("best_of(Tensor x, Tensor weight, Tensor(a!) choices) -> ()");
   library.def("set_most_rows(int rows) -> ()");
@@ -407,7 +388,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(OPERATORS, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(OPERATORS, CPU, library) {
   library.impl("linear", TORCH_BOX(&linear));
-  library.impl("linear_int8", TORCH_BOX(&linear_int8));
   library.impl("linear_float32", TORCH_BOX(&linear_float32));
   library.impl("best_of", TORCH_BOX(&best_of));
   library.impl("set_heartbeat", TORCH_BOX(&set_heartbeat));

@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 MOST_ROWS = 32
 """Rows up to which the operator is used for products that were not timed, as in linear.cpp."""
+INT8_STEP = 4
+"""Numbers of a row that the operator multiplies at once, as in int8.cpp."""
 ALL_ROWS = 1 << 30
 """More rows than any step has."""
 _TRIED_ROWS = (8, 16, 32, 64, 128)

@@ -104,25 +104,6 @@ struct BFloat16 {
 
 using Own = OWN;
 
-// Numbers of a weight that are multiplied by a scale of their row in the end.
-struct Int8 {
-  using Number = int8_t;
-  static constexpr int STEP = 4 * LANES, PARTS = 4;
-  static Lanes part_at(const char* at, int part) {
-    const int8_t* numbers = reinterpret_cast<const int8_t*>(at) + part * LANES;
-#if defined(__AVX512F__)
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers))));
-#elif defined(__AVX2__)
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(numbers))));
-#else
-    Lanes wide;
-    for (int i = 0; i < LANES; i++) wide[i] = numbers[i];
-    return wide;
-#endif
-  }
-  static Lanes add(Lanes a, Lanes b, Lanes sums) { return multiply_add(a, b, sums); }
-};
-
 #define UNROLLED __attribute__((always_inline))
 
 // Call one(0) to one(N - 1), with constants: GCC keeps an array in registers only if it unrolls a loop of it early.

@@ -243,7 +243,7 @@ struct Product {
   int64_t out;
   const void *weight, *bias = nullptr;
   void* y = nullptr;
-  const float* scales = nullptr;  // [out], of a weight in int8
+  const float* scales = nullptr;  // [out], of a weight of pack_int8
   const void* plus = nullptr;
   void* also = nullptr;
   int64_t also_stride = 0;
@@ -270,7 +270,11 @@ struct RotatedRows {
   float eps;
 };
 
+// Read row i into numbers [size] of the library's dtype.
+void read_row(const Rows&, int64_t i, void* to);
+
 void add_product(Works&, const Product&, int64_t threads);
+void add_int8_product(Works&, const Product&, int64_t threads);
 void add_rows(Works&, const Rows&, void* y);
 void add_attention(Works&, const AttentionRows&, int64_t threads);
 void add_rotation(Works&, const RotatedRows&, int64_t threads);

@@ -339,12 +339,17 @@ def test_a_library_is_compiled_once_and_anew_if_it_is_broken_or_its_source_is_an
     assert len(list(compiled[0].parent.glob("*.so"))) == cache_folder.MAX_OF_A_NAME
 
 
+V3 = b"avx avx2 bmi1 bmi2 f16c fma abm movbe"
+V4 = V3 + b" avx512f avx512bw avx512cd avx512dq avx512vl"
+
+
 @pytest.mark.parametrize(
     ("flags", "level"),
     [
-        (b"avx avx2 bmi1 bmi2 f16c fma abm movbe", "v3"),
-        (b"avx avx2 bmi1 bmi2 f16c fma abm movbe avx512f avx512bw avx512cd avx512dq avx512vl", "v4"),
-        (b"avx avx2 bmi1 bmi2 f16c fma abm movbe avx512f avx512bw avx512cd avx512dq avx512vl avx512_bf16", "v4_bf16"),
+        (V3, "v3"),
+        (V4, "v4"),
+        (V4 + b" avx512_vnni", "v4_vnni"),
+        (V4 + b" avx512_vnni avx512_bf16", "v4_bf16"),
         (b"avx avx2 fma", None),
     ],
 )
