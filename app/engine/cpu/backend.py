@@ -215,8 +215,8 @@ class CpuBackend(TorchBackend):
     def decoder(self, layers: list[Any], norm: Tensor, config: DecoderConfig, taps: tuple[int, ...]) -> Decode | None:
         if not decoder.can_run(layers):
             return None
-        run = decoder.Decoder(layers, norm, config, taps)
-        return lambda embedded, *rest: run(embedded, *rest) if embedded.shape[0] <= self._few_rows else None
+        run, at_any_rows = decoder.Decoder(layers, norm, config, taps), decoder.is_quantised(layers)
+        return lambda embedded, *rest: run(embedded, *rest) if at_any_rows or len(embedded) <= self._few_rows else None
 
     def write_context(self, features: Tensor, *weights: Any) -> bool:
         *projections, rotation, kv, slots = weights

@@ -54,6 +54,11 @@ def _parts(layer: Layer) -> list[Tensor | None]:
     return [part.float() if part is not None and i in _NORMS else part for i, part in enumerate(parts)] + list(scales)
 
 
+def is_quantised(layers: Sequence[Layer]) -> bool:
+    """Return True if PyTorch multiplies by no weight of the layers, however many rows there are."""
+    return all(isinstance(layer[i], QuantisedWeight) for layer in layers for i in _WEIGHTS)
+
+
 def can_run(layers: Sequence[Layer]) -> bool:
     """Return True if the operator computes the layers' dtype, and their weights lie row by row."""
     dense = [weight for layer in layers for i in _WEIGHTS if isinstance(weight := layer[i], Tensor)]

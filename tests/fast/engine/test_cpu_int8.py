@@ -111,6 +111,21 @@ def test_a_text_is_the_same_with_drafts_in_any_batch_and_layer_by_layer(tmp_path
     assert texts(pair.draft, max_num_seqs=4) == wanted
 
 
+@pytest.mark.parametrize(("quantization", "most"), [("int8", 40), ("auto", 1)])
+def test_a_forward_by_int8_is_one_operator_however_many_rows_pytorch_multiplies_faster(
+    tmp_path, monkeypatch, quantization, most
+):
+    pair, rows = make_pair(tmp_path, **LUCKY), []
+    call = decoder.Decoder.__call__
+    monkeypatch.setattr(decoder.Decoder, "__call__", lambda self, x, *rest: rows.append(len(x)) or call(self, x, *rest))
+    engine = make_engine(pair.target, quantization=quantization, page_size=16, max_num_seqs=1)
+    rows.clear()
+    engine.core.runner.backend.use_operators(1)
+    engine.core.run([Request("r", tuple(i % pair.vocab_size for i in range(40)), max_tokens=3)])
+    linear.set_up(most_rows=linear.ALL_ROWS)
+    assert max(rows) == most
+
+
 @pytest.mark.parametrize("dtype", linear.DTYPES, ids=str)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("place", [0, 31, 32, 131])
