@@ -1,10 +1,10 @@
-// Products of rows with a weight in int8 that has a scale a row, for any number of rows. Rows are rounded to int8 as well:
-// GROUP numbers by one scale, their largest over 127. Sums in a group are whole numbers, which are exact in any order, and
-// the groups' are added in fp32, one after the other. So a row's result depends neither on other rows nor on threads nor on
-// the instructions that a processor has. A group with a number that is not finite makes all outputs of its row NaN.
+// Products of rows with a weight in int8 that has a scale a row, for any number of rows. Rows are rounded to int8, too:
+// GROUP numbers by one scale, their largest over 127. Sums in a group are whole numbers, which are exact in any order,
+// and the groups' are added in fp32, one after the other. So a row's result depends neither on other rows nor on threads
+// nor on the instructions of a processor with FMA. A number that is not finite makes all outputs of its row NaN.
 //
-// A weight is read in panels of PANEL rows, which the operator pack_int8 makes: the first DEPTH numbers of each row, then
-// the next ones of each. So a lane has the sums of one output, and one row of x waits for a single stream of memory.
+// A weight is read in panels of PANEL rows, which the operator pack_int8 makes: the first DEPTH numbers of each row,
+// then the next ones of each. So a lane has the sums of one output, and one row of x waits for a single stream of memory.
 
 #include "vectors.h"
 #include "work.h"
@@ -16,7 +16,6 @@ namespace {
 constexpr int GROUP = 32, PANEL = std::max(16, 2 * LANES), DEPTH = 4, LINE = 64;
 constexpr int VECTORS = PANEL / LANES;  // of a panel
 constexpr int64_t BLOCK_BYTES = 1 << 18;  // of x, which the second cache holds
-constexpr int64_t AHEAD_BYTES = 4096;
 
 typedef int32_t Whole __attribute__((vector_size(WIDTH), may_alias));
 
@@ -156,9 +155,9 @@ struct Int8Rows {
   }
 };
 
-// Write the sums of R rows with a panel of `in` numbers each, and ask the memory for what is `ahead` bytes on.
+// Write the sums of R rows with a panel of `in` numbers each, and ask the memory for the panel that is `next`.
 template <int R>
-void add_tile(const int8_t* x, int64_t stride, const int8_t* panel, int64_t ahead, int64_t in, Lanes* to) {
+void add_tile(const int8_t* x, int64_t stride, const int8_t* panel, const int8_t* next, int64_t in, Lanes* to) {
   constexpr int V = VECTORS, SPLIT = R * V < 4 ? 4 / (R * V) : 1;  // sums that do not wait for one another
   const Group* group[R];
   each<R>([&](auto r) UNROLLED {
@@ -171,7 +170,7 @@ void add_tile(const int8_t* x, int64_t stride, const int8_t* panel, int64_t ahea
     each<R * V>([&](auto i) UNROLLED { sums[i] = Whole{} + (SHIFTED ? group[i / V]->start : 0); });
     each<(SPLIT - 1) * R * V>([&](auto i) UNROLLED { sums[R * V + i] = Whole{}; });
     auto step = [&](auto split) UNROLLED {
-      each<PANEL * DEPTH / LINE>([&](auto line) UNROLLED { __builtin_prefetch(panel + ahead + k * PANEL + line * LINE); });
+      each<PANEL * DEPTH / LINE>([&](auto line) UNROLLED { __builtin_prefetch(next + k * PANEL + line * LINE, 0, 2); });
       each<V>([&](auto v) UNROLLED {
         const Left left(panel + k * PANEL + v * WIDTH);
         each<R>([&](auto r) UNROLLED {
@@ -209,32 +208,33 @@ struct Int8Work : Work {
   using Number = Own::Number;
   const Product of;
   const Int8Rows x;
-  const int64_t in = of.rows.size, panels = (of.out + PANEL - 1) / PANEL, size;  // panels of a part
+  const int64_t in = of.rows.size, panels = (of.out + PANEL - 1) / PANEL, threads, size;  // panels of a part
 
-  Int8Work(const Product& of, const Int8Rows& x, int64_t size)
-      : Work((of.out + size * PANEL - 1) / (size * PANEL)), of(of), x(x), size(size) {}
+  Int8Work(const Product& of, const Int8Rows& x, int64_t threads, int64_t size)
+      : Work((of.out + size * PANEL - 1) / (size * PANEL)), of(of), x(x), threads(threads), size(size) {}
 
   const int8_t* at(int64_t panel) const { return static_cast<const int8_t*>(of.weight) + panel * PANEL * in; }
 
   void run(int64_t part) const override {
-    const int64_t first = part * size, last = std::min(first + size, panels);
+    const int64_t first = part * size, last = std::min(first + size, panels), then = (part + threads) * size;
     const int64_t block = std::max<int64_t>(MOST_ROWS, BLOCK_BYTES / x.stride / MOST_ROWS * MOST_ROWS);
     for (int64_t row = 0; row < of.rows.count; row += block)
-      for (int64_t panel = first; panel < last; panel++)
-        outputs(row, std::min(block, of.rows.count - row), panel);
+      for (int64_t panel = first; panel < last; panel++) {
+        const int64_t next = panel + 1 < last ? panel + 1 : then < panels ? then : panel;  // others take those between
+        outputs(row, std::min(block, of.rows.count - row), panel, at(next));
+      }
   }
 
   // Write the outputs of a panel.
-  void outputs(int64_t first, int64_t rows, int64_t panel) const {
+  void outputs(int64_t first, int64_t rows, int64_t panel, const int8_t* next) const {
     const int64_t count = std::min<int64_t>(PANEL, of.out - panel * PANEL);
     const int8_t* weight = count < PANEL ? filled(at(panel), count) : at(panel);
-    const int64_t ahead = rows > MOST_ROWS ? PANEL * in : AHEAD_BYTES;  // a panel that is read again leaves time for the next
     for (int64_t tiles = (rows + MOST_ROWS - 1) / MOST_ROWS; tiles; tiles--) {  // of about as many rows each
       const int64_t own = (rows + tiles - 1) / tiles;
       with_rows(own, [&](auto tile_rows) {
         constexpr int R = tile_rows;
         Lanes sums[R * VECTORS];
-        add_tile<R>(x.row(first), x.stride, weight, tiles == 1 ? ahead : 0, in, sums);
+        add_tile<R>(x.row(first), x.stride, weight, tiles == 1 ? next : weight, in, sums);
         for (int r = 0; r < R; r++) write(first + r, panel * PANEL, count, sums + r * VECTORS);
       });
       first += own;
@@ -335,7 +335,7 @@ void add_int8_product(Works& works, const Product& of, int64_t threads) {
   const Int8Rows x(of.rows);
   const int64_t size = std::clamp<int64_t>(of.out / (8 * PANEL * threads), 1, 16);
   works.push_back(std::make_unique<Function>(of.rows.count, [x](int64_t row) { x.round(row); }));
-  works.push_back(std::make_unique<Int8Work>(of, x, size));
+  works.push_back(std::make_unique<Int8Work>(of, x, threads, size));
 }
 
 }  // namespace OPERATORS
