@@ -247,7 +247,7 @@ _SPLIT = "--split-mode -sm --tensor-split -ts"
 _N_GRAMS = (
     "--spec-default --spec-ngram-mod-n-min --spec-ngram-mod-n-max --spec-ngram-mod-n-match --speculative-token-map"
 )
-_QUANTISED = "--torchao-config --modelopt-quant --quantization-param-path --speculative-draft-model-quantization"
+_QUANTISED = "--torchao-config --modelopt-quant --quantization-param-path"
 
 PEER_FLAGS = (
     PeerFlag("--model --model-path -m", "same", "model"),
@@ -269,6 +269,7 @@ PEER_FLAGS = (
     PeerFlag("--speculative-config.num-speculative-tokens", "same", "num_speculative_tokens"),
     PeerFlag("--spec-draft-n-max --draft-max --draft --draft-n", "same", "num_speculative_tokens"),
     PeerFlag("--speculative-config.enforce-eager", "same", "draft_enforce_eager"),
+    PeerFlag("--speculative-draft-model-quantization --speculative-config.quantization", "same", "draft_quantization"),
     PeerFlag("--speculative-config.draft-tensor-parallel-size", "same", "draft_tensor_parallel_size"),
     PeerFlag(
         "--speculative-num-draft-tokens --speculative-dflash-block-size",

@@ -57,6 +57,12 @@ class EngineConfig:
         "the original of a target whose weights are rotated (QuaRot), for a draft without a head (default: none)",
         metavar="MODEL",
     )
+    draft_quantization: str = _setting(
+        SPECULATION,
+        "auto",
+        "auto | int8: the draft's weights as they are, or rounded to int8, its head too, which changes no text",
+        metavar="METHOD",
+    )
     draft_window: int | None = _setting(
         SPECULATION, None, "most tokens that full layers of the draft see (default: all)", gt=0
     )

@@ -23,6 +23,10 @@ class QuantisedWeight:
         return cls((weight / scales).round_().to(torch.int8), scales, weight.dtype)
 
     @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.scales.nbytes
+
+    @property
     def group(self) -> int:
         """Return g, the numbers of a row that share a scale."""
         return self.data.shape[-1] // self.scales.shape[-1]

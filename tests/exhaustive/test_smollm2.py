@@ -46,6 +46,15 @@ def test_drafts_are_accepted_above_the_floor(every: bool) -> None:
 
 
 @how_many
+def test_a_draft_in_int8_changes_no_token_and_is_accepted_as_well(every: bool) -> None:
+    rounded = subject(QUESTIONS if every else FEW, draft_quantization="int8")
+    run, wanted = rounded.run(DRAFTED), drafted(every).acceptance_length
+    print(f"acceptance length {run.acceptance_length:.2f}, without {wanted:.2f}")
+    assert_lossless(rounded.compare(run.texts, DRAFTED))
+    assert run.acceptance_length >= 0.98 * wanted
+
+
+@how_many
 def test_dflash_changes_no_token_in_float32(every: bool) -> None:
     comparison = asked(every).compare(drafted(every).texts, DRAFTED)
     assert_lossless(comparison)

@@ -186,8 +186,10 @@ class CpuBackend(TorchBackend):
         experts = (QuantisedWeight(weight.data[e], weight.scales[e], weight.dtype) for e, _ in parts)
         return torch.cat([self.linear(rows, expert) for (_, rows), expert in zip(parts, experts, strict=True)])
 
-    def logits(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
-        return linear.float32(hidden, lm_head) if hidden.dtype == torch.bfloat16 else self.linear(hidden, lm_head)
+    def logits(self, hidden: Tensor, lm_head: Weight) -> Tensor:
+        if isinstance(lm_head, Tensor) and hidden.dtype == torch.bfloat16:
+            return linear.float32(hidden, lm_head)
+        return self.linear(hidden, lm_head)
 
     def rotary_tables(self, angles: Tensor, dtype: torch.dtype, scales: Tensor | float = 1.0) -> Rotation:
         """Return one table of complex numbers, with which one multiplication rotates a pair."""
@@ -226,9 +228,11 @@ class CpuBackend(TorchBackend):
         library.operators(features.dtype).context(features, *projections, turns, slots, kv.k, kv.v)
         return True
 
-    def choose(self, hidden: Tensor, lm_head: Tensor) -> Tensor | None:
+    def choose(self, hidden: Tensor, lm_head: Weight) -> Tensor | None:
         rows = hidden.shape[0]
-        if not attention.supports(hidden.dtype) or rows > self._few_rows or not lm_head.is_contiguous():
+        if not attention.supports(hidden.dtype) or rows > self._few_rows or isinstance(lm_head, QuantisedWeight):
+            return None
+        if not lm_head.is_contiguous():
             return None
         choices = torch.empty(rows, dtype=torch.int64)
         library.operators(hidden.dtype).best_of(hidden.contiguous(), lm_head, choices)

@@ -212,7 +212,7 @@ class Backend(ABC):
         """Return one weight of the rows of `parts`, quantised if all are, and this device multiplies by them so."""
         alike = [part for part in parts if isinstance(part, QuantisedWeight) and part.data.dtype == parts[0].data.dtype]
         if len(alike) == len(parts) and self.multiplies(whole := joined(alike) if len(alike) > 1 else alike[0]):
-            self.quantised_bytes += whole.data.nbytes + whole.scales.nbytes
+            self.quantised_bytes += whole.nbytes
             return self.pack_quantised(whole)
         plain = [part if isinstance(part, Tensor) else part.dequantised() for part in parts]
         if alike:
@@ -318,7 +318,7 @@ class Backend(ABC):
         """Return True if one operator did what `ContextKv.write` does with features [T, in] and its weights."""
         return False
 
-    def choose(self, hidden: Tensor, lm_head: Tensor) -> Tensor | None:
+    def choose(self, hidden: Tensor, lm_head: Weight) -> Tensor | None:
         """Return the argmax [R] int64 of logits of hidden states [R, H], NOT_FINITE where the best is NaN or infinite,
         by one operator, or None without one."""
         return None
@@ -368,7 +368,7 @@ class Backend(ABC):
         """Return x @ weight.T + bias, [T, out] for x [T, in], a packed weight [out, in] and a bias [out]."""
         return F.linear(x, weight if isinstance(weight, Tensor) else weight.dequantised(), bias)
 
-    def logits(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, lm_head: Weight) -> Tensor:
         """Return logits [R, V] of hidden states [R, H], in fp32 if the device can, else in the engine's dtype."""
         return self.linear(hidden, lm_head)
 

@@ -27,9 +27,7 @@ class ContextKv(nn.Module):
         self.fc, self.hidden_norm = model.fc, model.hidden_norm
         self._eps = decoder.rms_norm_eps
         attentions = [cast(Attention, layer.attention) for layer in model.layers]
-        self.kv = frozen(backend.pack_weight(torch.cat([attention.kv_weight for attention in attentions])))
-        biases = [attention.kv_bias for attention in attentions if attention.kv_bias is not None]
-        self.kv_bias = frozen(torch.cat(biases)) if biases else None
+        self.kv, self.kv_bias = model.context_kv, model.context_bias
         self.k_norm = frozen(torch.stack([cast(Tensor, attention.k_norm) for attention in attentions]))
         self.ones = frozen(torch.ones_like(self.k_norm[0]))
         self._heads = 2 * decoder.num_kv_heads, decoder.head_dim

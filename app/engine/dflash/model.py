@@ -1,5 +1,6 @@
 """The draft model: target features in, hidden states of a whole block out."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -14,8 +15,12 @@ from app.engine.dflash.path import PathHead
 from app.engine.errors import UnsupportedError
 from app.engine.heartbeat import beat
 from app.engine.models.kv_pool import KvPool
-from app.engine.models.layers import DecoderLayer, StepRows, add_norm, frozen, tied_head
-from app.engine.models.weights import LayerSource, Weights, local_part
+from app.engine.models.layers import DecoderLayer, StepRows, add_norm, frozen, read_projections, tied_head
+from app.engine.models.weights import Int8Weights, LayerSource, Weights, local_part
+from app.engine.quantised import QuantisedWeight, Weight, joined
+
+_ROUNDED_ROWS = 1 << 13
+"""Rows of an lm_head that are rounded at once, because that takes 12 bytes a number."""
 
 
 class DFlashModel(nn.Module):
@@ -26,6 +31,8 @@ class DFlashModel(nn.Module):
     if it has no other.
     `target_ids` [Vd] int32 maps the draft's tokens to the target's, or is None if both have one vocabulary.
     The layers are sharded over the ranks of `layers_comm`, and the lm_head over those of `comm`, like the target's.
+    With `int8` the products of layers and the lm_head are rounded to int8, where the device multiplies by that. The
+    products of context are not: features have outliers.
     """
 
     whole: Decode | None = None
@@ -42,6 +49,8 @@ class DFlashModel(nn.Module):
         lm_head: nn.Parameter,
         comm: Comm = ALONE,
         layers_comm: Comm = ALONE,
+        *,
+        int8: bool = False,
     ) -> None:
         super().__init__()
         decoder = config.decoder
@@ -51,10 +60,13 @@ class DFlashModel(nn.Module):
         self.fc = frozen(backend.pack_weight(weights.get("fc.weight", hidden, features)))
         self.hidden_norm = frozen(weights.get("hidden_norm.weight", hidden))
         sources = [LayerSource(i, decoder, weights, backend, comm=layers_comm) for i in range(decoder.num_layers)]
+        self.context_kv, self.context_bias = _context_projections(sources)
+        if int8:
+            sources = [replace(source, weights=Int8Weights(weights)) for source in sources]
         group = config.conv_group
         self.layers = nn.ModuleList(ConvolvedLayer(each, group) if group else DecoderLayer(each) for each in sources)
         self.norm = frozen(weights.get("norm.weight", hidden))
-        self.embedding, self.lm_head = embedding, lm_head
+        self.embedding = embedding
         has_embedding = "embed_tokens.weight" in weights or hidden != config.target_hidden_size
         has_head = "lm_head.weight" in weights or config.draft_vocab_size != vocab
         if has_embedding:
@@ -62,12 +74,13 @@ class DFlashModel(nn.Module):
         if has_embedding and decoder.tie_word_embeddings and not has_head:
             if self.embedding is not embedding:
                 self.embedding = frozen(backend.pack_weight(self.embedding))
-            self.lm_head = tied_head(self.embedding, comm)
+            lm_head = tied_head(self.embedding, comm)
         elif has_head or hidden != config.target_hidden_size:
             local_rows = local_part(
                 weights.get, "lm_head.weight", (config.draft_vocab_size // comm.size, hidden), comm, 0
             )
-            self.lm_head = _shared(backend.pack_weight(local_rows), lm_head)
+            lm_head = _shared(backend.pack_weight(local_rows), lm_head)
+        self.lm_head = _in_int8(lm_head, backend) if int8 else lm_head
         is_reduced = "d2t" in weights or config.draft_vocab_size != vocab
         self.target_ids = frozen(_target_ids(weights, config.draft_vocab_size, vocab)) if is_reduced else None
         self.path = PathHead(config, weights, backend, comm, self.in_target_vocabulary) if config.path else None
@@ -108,6 +121,21 @@ def read_mask_row(folder: Path, draft: DFlashConfig, like: Tensor) -> Tensor | N
         wanted = f"{len(like)} numbers of token {draft.mask_token_id}"
         raise UnsupportedError(f"{file} has {len(row)} numbers of token {token}, and the draft needs {wanted}")
     return cast(Tensor, row)
+
+
+def _context_projections(sources: list[LayerSource]) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Return k and v of all layers in one weight [layers * 2 * kv_heads * D, H], never in int8, and their biases."""
+    parts = [read_projections(source, "kv") for source in sources]
+    packed = sources[0].backend.pack_weight(*(cast(Tensor, weight) for weights, _ in parts for weight in weights))
+    biases = [bias for _, bias in parts if bias is not None]
+    return frozen(packed), frozen(torch.cat(biases)) if biases else None
+
+
+def _in_int8(lm_head: nn.Parameter, backend: Backend) -> Weight:
+    """Return the lm_head [V, H] in int8, or itself where the device does not multiply by that."""
+    if not backend.multiplies(QuantisedWeight.int8(lm_head.to("meta"))):
+        return lm_head
+    return backend.pack_linear(joined([QuantisedWeight.int8(part) for part in lm_head.split(_ROUNDED_ROWS)]))
 
 
 def _shared(weight: Tensor, target_weight: nn.Parameter) -> nn.Parameter:

@@ -16,6 +16,7 @@ from app.engine.comm.comm import Comm
 from app.engine.device.base import Backend
 from app.engine.models.layers import frozen
 from app.engine.models.weights import Weights
+from app.engine.quantised import Weight
 
 CHUNK = 128
 """Logits whose maximum is compared first, so that most of them are never sorted."""
@@ -44,7 +45,7 @@ class PathHead(nn.Module):
         wide = [frozen(weights.get(name, *shape, dtype=torch.float32)) for name, shape in rest]
         self.projection, self.bias = (*wide, None, None)[:2]
 
-    def propose(self, hidden: Tensor, lm_head: Tensor, anchors: Tensor, max_rows: int) -> Tensor:
+    def propose(self, hidden: Tensor, lm_head: Weight, anchors: Tensor, max_rows: int) -> Tensor:
         """Return the target's tokens [D, n] for hidden states [D * n, H] of blocks with `anchors` [D].
 
         Logits of at most `max_rows` rows are made at once. A row that is not finite gets any token.
@@ -101,7 +102,7 @@ class PathHead(nn.Module):
             drafts.append(token)
         return torch.stack(drafts, dim=1)
 
-    def candidates(self, hidden: Tensor, lm_head: Tensor) -> tuple[Tensor, Tensor]:
+    def candidates(self, hidden: Tensor, lm_head: Weight) -> tuple[Tensor, Tensor]:
         """Return the k best logits [R, k] fp32 of rows [R, H], descending, and their ids in the draft's vocabulary.
 
         Only the chunks with the highest maxima can hold them, so the others are not sorted.

@@ -92,7 +92,7 @@ class CheckpointWeights:
                 groups = shape[1] // math.gcd(shape[1], self._scales.block[1]) if in_blocks else 1
                 data = torch.empty(shape, dtype=torch.float8_e4m3fn if kind == "F8_E4M3" else torch.int8, device="meta")
                 weight = QuantisedWeight(data, torch.empty(shape[0], groups, device="meta"), self._dtype)
-                narrow = data.nbytes + weight.scales.nbytes if multiplies(weight) else wide
+                narrow = weight.nbytes if multiplies(weight) else wide
             packs[_PACKED.sub("", name)].append((0, 0) if _LEFT_OUT.match(name) else (wide, narrow))
         return sum(sum(sizes[all(narrow < wide for wide, narrow in pack)] for sizes in pack) for pack in packs.values())
 
@@ -126,8 +126,9 @@ class CheckpointWeights:
     def _read_stored(self, name: str, shape: Sequence[int], part: Part | None) -> Tensor:
         """Return a stored tensor that a model asks for, or a part of it, and report the progress."""
         tensor = self._stored(name, part)
+        if name not in self._used:
+            self._read += tensor.nbytes if part is None else tensor.nbytes // tensor.shape[part.axis] * shape[part.axis]
         self._used.add(name)
-        self._read += tensor.nbytes if part is None else tensor.nbytes // tensor.shape[part.axis] * shape[part.axis]
         self._on_progress(self._read, self._total)
         return tensor
 
@@ -156,20 +157,3 @@ class CheckpointWeights:
                 f"{self._folder}: {len(unused)} tensors do not belong to this architecture, such as {unused[0]}; "
                 "leaving them out would be wrong"
             )
-
-
-class Int8Weights:
-    """Weights of products that become int8 while they are read (`--quantization int8`). Others do not change."""
-
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._weights
-
-    def get_linear(self, name: str, *shape: int, part: Part | None = None) -> Weight:
-        weight = self._weights.get_linear(name, *shape, part=part)
-        return QuantisedWeight.int8(weight) if isinstance(weight, Tensor) else weight
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._weights, name)

@@ -19,6 +19,7 @@ from app.engine.load.plan import PREFILL_SHARE, Plan, Sizes
 from app.engine.models.kv_pool import bytes_per_token
 from app.engine.models.state_pool import StatePool
 from app.engine.models.weights import Weights
+from app.engine.quantised import QuantisedWeight
 from app.engine.schedule.state_slots import StateSlots
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,10 @@ def check_weights(plan: Plan, target: Weights, draft: Weights | None, backend: B
     slices = comm.size // plan.sharing  # a rank has a slice of products, and all of embeddings and norms
     sizes = {config.target: target.num_bytes(backend.multiplies, to_int8=config.quantization == "int8") // slices}
     if config.draft and draft:
-        whole = draft.num_bytes(lambda weight: False, to_int8=False)
+        whole = draft.num_bytes(backend.multiplies, to_int8=plan.int8_draft)
+        if plan.int8_draft and plan.draft:  # in addition to the head that it is made from, which may be the target's
+            head = QuantisedWeight.int8(SIZES_ONLY(plan.draft.draft_vocab_size, plan.draft.decoder.hidden_size))
+            whole += head.nbytes if backend.multiplies(replace(head, dtype=plan.dtype)) else 0
         sizes[config.draft] = whole // (1 if plan.whole_draft else slices)
     needed, free = sum(sizes.values()), comm.minimum(backend.memory()[0])  # no rank has read weights before this
     listed = " and ".join(f"{size >> 20} MiB of {weights_of(folder)}" for folder, size in sizes.items())

@@ -13,12 +13,15 @@ from app.engine.device.base import Backend
 from app.engine.dflash.conv import ConvolvedLayer
 from app.engine.dflash.model import DFlashModel, read_mask_row
 from app.engine.dflash.rotation import read_rotation, turned_back, turned_fc
-from app.engine.load.loader import Int8Weights, OpenWeights, target_class
+from app.engine.load.loader import OpenWeights, target_class
 from app.engine.load.memory import check_weights
 from app.engine.load.plan import Plan
 from app.engine.models.layers import Attention
 from app.engine.models.target import Target
-from app.engine.models.weights import Weights
+from app.engine.models.weights import Int8Weights, Weights
+from app.engine.quantised import QuantisedWeight
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total): stage "compiling for this CPU, once" in sources, "target" and "draft" in bytes,
@@ -48,7 +51,7 @@ def read_models(
     stored.close()
     if any(sizes := (backend.quantised_bytes >> 20, backend.widened_bytes >> 20)):
         told = "target: %d MiB of weights stay in 8 bits; others that are quantised became %d MiB of the engine's dtype"
-        logging.getLogger(__name__).info(told, *sizes)
+        logger.info(told, *sizes)
     use_operator(target, plan.target, backend, comm, target_layer_ids)
     if shape is None or draft_weights is None or config.draft is None:
         return target, None
@@ -59,13 +62,24 @@ def read_models(
             return family.adapt(opened(checkpoint), plan.target)
 
         shared = turned_back(config, shape, draft_weights, rotation, *shared, original, backend)
-    draft = DFlashModel(shape, draft_weights, backend, *shared, comm, ALONE if plan.whole_draft else comm)
+    before, layers_comm = backend.quantised_bytes, ALONE if plan.whole_draft else comm
+    draft = DFlashModel(shape, draft_weights, backend, *shared, comm, layers_comm, int8=plan.int8_draft)
+    if plan.int8_draft:
+        _tell_int8(draft, backend.quantised_bytes - before)
     if rotation is not None:
         draft.fc = turned_fc(draft.fc, rotation, backend)
     draft.mask_row = read_mask_row(config.draft, shape, draft.norm)
     draft_weights.close()
     use_operator(draft, shape.decoder, backend, comm)
     return target, draft
+
+
+def _tell_int8(draft: DFlashModel, num_bytes: int) -> None:
+    if not num_bytes:
+        text = "--draft-quantization int8: rounded only, because this device does not multiply by int8; leave it out"
+        return logger.warning(text)
+    head = "with a copy of its head" if isinstance(draft.lm_head, QuantisedWeight) else "but not its head"
+    logger.info("draft: %d MiB of weights in int8, %s", num_bytes >> 20, head)
 
 
 def use_operator(

@@ -77,6 +77,11 @@ class Plan:
         return self.config.draft_tensor_parallel_size == 1
 
     @property
+    def int8_draft(self) -> bool:
+        """Return True if the draft's weights become int8."""
+        return self.config.draft_quantization == "int8"
+
+    @property
     def max_rows(self) -> int:
         """Return the target rows of the widest step, padding included."""
         return max(self.sizes.max_num_batched_tokens, self.graph_sizes.max_rows if self.graph_sizes else 0)

@@ -43,7 +43,8 @@ class Attention(nn.Module):
         super().__init__()
         config, backend = layer.config, layer.backend
         hidden, q_size = config.hidden_size, config.num_heads * config.head_dim
-        self.qkv, self.qkv_bias = load_qkv(layer)
+        weights, self.qkv_bias = read_projections(layer, "qkv")
+        self.qkv = held(backend.pack_linear(*weights))
         self.o = held(backend.pack_linear(layer.linear("self_attn.o_proj.weight", hidden, q_size, split=1)))
         has_o_bias = config.o_bias or has_quant_bias(layer, "o")
         self.o_bias = frozen(layer.get_summed("self_attn.o_proj.bias", hidden)) if has_o_bias else None
@@ -52,22 +53,10 @@ class Attention(nn.Module):
         self.q_norm = load_head_norm(layer, "q_norm") if config.qk_norm else None
         self.k_norm = load_head_norm(layer, "k_norm") if config.qk_norm else None
         self.mask = config.masks[layer.index]
-        self._q_size = q_size
         self._head_dim = config.head_dim
         self._eps = config.rms_norm_eps
         self._backend = backend
         self._project = layer.comm.reduced(backend.linear)
-
-    @property
-    def kv_weight(self) -> Tensor:
-        """Return the K and V rows of the fused projection of a draft, which is not quantised, [2 * kv_heads * D, H]."""
-        assert isinstance(self.qkv, Tensor)
-        return self.qkv[self._q_size :]
-
-    @property
-    def kv_bias(self) -> Tensor | None:
-        """Return the biases of K and V, [2 * kv_heads * D], or None for a model without biases."""
-        return None if self.qkv_bias is None else self.qkv_bias[self._q_size :]
 
     def forward(self, x: Tensor, rows: StepRows, kv: LayerKv) -> Tensor:
         """Return the output projection [T, H] of attention over `kv`, after K and V of the rows are written there."""
@@ -122,35 +111,35 @@ class DecoderLayer(nn.Module):
         return self._backend.gated_mlp(normed, self.gate_up, self.down)
 
 
-def load_qkv(layer: LayerSource) -> tuple[Weight, nn.Parameter | None]:
-    """Return q, k and v in one weight [(heads + 2 * kv_heads) * D, H], and their biases, or None without any.
+def read_projections(layer: LayerSource, names: str) -> tuple[list[Weight], nn.Parameter | None]:
+    """Return the weights [heads * D, H] of the `names` of q, k and v, and their biases in one, or None without any.
 
     Rows of a q and k head are in the order in which the device rotates them.
     """
     config = layer.config
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     order, as_stored = head_order(config.rope, config.head_dim, layer.backend), list(range(config.head_dim))
-    parts = (
-        ("q", q_size, 1, order),
-        ("k", kv_size, config.kv_copies, order),
-        ("v", kv_size, config.kv_copies, as_stored),
-    )
+    parts = {
+        "q": (q_size, 1, order),
+        "k": (kv_size, config.kv_copies, order),
+        "v": (kv_size, config.kv_copies, as_stored),
+    }
     weights: list[Weight] = []
     biases: list[Tensor | None] = []
-    for name, size, copies, of_head in parts:
+    for name in names:
+        size, copies, of_head = parts[name]
         turned = partial(reordered, order=of_head)
         split = {"split": 0, "copies": (copies,)}
         stored = layer.linear(f"self_attn.{name}_proj.weight", size, config.hidden_size, **split)
         weights.append(by_rows(stored, turned))
         has_bias = config.qkv_bias or has_quant_bias(layer, name)
         biases.append(turned(layer.get(f"self_attn.{name}_proj.bias", size, **split)) if has_bias else None)
-    packed = held(layer.backend.pack_linear(*weights))
     given = [bias for bias in biases if bias is not None]
     if not given:
-        return packed, None
-    sizes = q_size, kv_size, kv_size
-    whole = [given[0].new_zeros(size) if bias is None else bias for bias, size in zip(biases, sizes, strict=True)]
-    return packed, frozen(torch.cat(whole))
+        return weights, None
+    sizes = [parts[name][0] for name in names]
+    whole = [given[0].new_zeros(size) if bias is None else bias for size, bias in zip(sizes, biases, strict=True)]
+    return weights, frozen(torch.cat(whole))
 
 
 def has_quant_bias(layer: LayerSource, name: str) -> bool:

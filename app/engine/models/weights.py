@@ -61,6 +61,23 @@ class Weights(Protocol):
         """Close the files. Raises UnsupportedError if a tensor was not asked for."""
 
 
+class Int8Weights:
+    """Weights of products that become int8 while they are read. Others do not change."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._weights
+
+    def get_linear(self, name: str, *shape: int, part: Part | None = None) -> Weight:
+        weight = self._weights.get_linear(name, *shape, part=part)
+        return QuantisedWeight.int8(weight) if isinstance(weight, Tensor) else weight
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._weights, name)
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
     """Layout of a checkpoint's experts, which loading turns into ours.

@@ -18,6 +18,7 @@ from app.engine.arrays import Array, arrays, with_arrays
 from app.engine.comm.comm import Comm
 from app.engine.device.base import Backend
 from app.engine.device.transfer import Packed
+from app.engine.quantised import Weight
 from app.engine.sampling import filters
 from app.engine.sampling.metadata import SHORTLIST, Filters, LogitBias, SamplingMetadata, part_of
 from app.engine.sampling.noise import FACTORS, NOISE_BITS, signed
@@ -101,7 +102,7 @@ class Sampler:
             drawn, greedy = self._draw(row_logits.float(), part), choices[rows]
             choices[rows] = torch.where(greedy < 0, greedy, drawn)
 
-    def propose(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
+    def propose(self, hidden: Tensor, lm_head: Weight) -> Tensor:
         """Return the argmax [R] int64 for hidden states [R, H]; a row that is not finite gets any token."""
         if (chosen := self._choose_at_once(hidden, lm_head)) is not None:
             return chosen.clamp_(min=0)
@@ -119,7 +120,7 @@ class Sampler:
         token_hash = self._token_hash if tokens is None else self._token_hash[tokens]
         return self.mix(state[:, None] ^ token_hash) & ((1 << NOISE_BITS) - 1)
 
-    def _choose_at_once(self, hidden: Tensor, lm_head: Tensor) -> Tensor | None:
+    def _choose_at_once(self, hidden: Tensor, lm_head: Weight) -> Tensor | None:
         """Return `Backend.choose`: greedy choices without logits, or None if the device does not make them."""
         return self._backend.choose(hidden, lm_head)
 
@@ -179,7 +180,7 @@ class ShardedSampler(Sampler):
         super().__init__(vocab_size, backend)
         self._comm = comm
 
-    def _choose_at_once(self, hidden: Tensor, lm_head: Tensor) -> None:
+    def _choose_at_once(self, hidden: Tensor, lm_head: Weight) -> None:
         """Return None: an operator that makes no logits would only see the local rows of the lm_head."""
 
     def _checked_argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -118,6 +118,16 @@ def test_a_w8a8_target_has_the_same_text_with_drafts_and_without(tmp_path: Path,
     assert any(delta.steps[0].n_accepted for step in steps for delta in step.deltas)
 
 
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_draft_in_int8_changes_no_text(tmp_path: Path, eager: bool) -> None:
+    pair = make_pair(tmp_path, seed=11, block_size=16, num_kv_heads=4, **LUCKY)
+    asked = requests(vocab_size=5)
+    core = engine(pair, enforce_eager=eager, draft_quantization="int8")
+    draft = core.runner.forward.drafter.model
+    assert all(isinstance(weight, QuantisedWeight) for weight in (draft.layers[0].down, draft.lm_head))
+    assert core.run(asked) == engine(pair, enforce_eager=eager, draft=None).run(asked)
+
+
 class NoFloat8(TorchDispatchMode):
     """No operator gets float8 on the device, for Ascend A2 and A3 have no such numbers."""
 

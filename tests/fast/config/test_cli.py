@@ -234,7 +234,13 @@ def test_a_flag_that_is_taken_needs_its_value() -> None:
 def test_a_flag_of_another_project_takes_the_values_that_it_has_there_and_no_model(peer: PeerFlag) -> None:
     value = {"only": peer.means.upper().split()[0] if peer.means else "", "block": "8", "taken": "on", "sampling": "1"}
     ours = {"memory_utilization": "0.5", "speculative_config": '{"model": "d"}', "draft_enforce_eager": "true"}
-    ours |= {"quantization": "int8", "device": "cpu", "generation_config": "openai", "root_path": "/llm"}
+    ours |= {
+        "quantization": "int8",
+        "draft_quantization": "int8",
+        "device": "cpu",
+        "generation_config": "openai",
+        "root_path": "/llm",
+    }
     ours |= dict.fromkeys(("default_chat_template_kwargs", "override_generation_config"), '{"top_k": 1}')
     for name in peer.names:
         given = value.get(peer.kind) or ours.get(peer.field, "1")
