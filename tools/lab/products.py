@@ -7,6 +7,7 @@ package's operator and by PyTorch, interleaved.
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -86,7 +87,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
         weights = [torch.ones(shape, dtype=dtype) for _ in range(_LAYERS) for shape in SHAPES]
         for rows in _ROWS:
             rates = limits(options.rounds)
-            ways = [lambda own=own, rows=rows: multiply(own, rows, weights) for own in (operator, F.linear)]  # noqa: B023
+            ways = [partial(multiply, own, rows, weights) for own in (operator, F.linear)]
             found.append(row(weights, rows, median_seconds(options.rounds, *ways), *rates))
     return found
 

@@ -43,7 +43,6 @@ struct Place {
 template <class Result, int R, int O>
 void add_tile(Lanes* sums, bool is_first, const Lanes* x, const char* weight, int64_t stride, int64_t steps,
               Ahead ahead, const Place<typename Result::Number>* place) {
-  using Kind = Own;
   Lanes own[R * O];
   if (is_first)
     each<R * O>([&](auto i) UNROLLED { own[i] = Lanes{}; });
@@ -55,8 +54,8 @@ void add_tile(Lanes* sums, bool is_first, const Lanes* x, const char* weight, in
       Lanes sum = own[o];
       for (int64_t k = 0; k < steps; k++) {
         __builtin_prefetch(weight + k * WIDTH + AHEAD_BYTES);
-        each<Kind::PARTS>([&](auto part) UNROLLED {
-          sum = Kind::add(Kind::part_at(weight + k * WIDTH, part), x[k * Kind::PARTS + part], sum);
+        each<Own::PARTS>([&](auto part) UNROLLED {
+          sum = Own::add(Own::part_at(weight + k * WIDTH, part), x[k * Own::PARTS + part], sum);
         });
       }
       own[o] = sum;
@@ -64,16 +63,16 @@ void add_tile(Lanes* sums, bool is_first, const Lanes* x, const char* weight, in
   } else {
     for (int64_t k = 0; k < steps; k++, weight += WIDTH) {
       for (int64_t i = 0; i < ahead.rows; i++) __builtin_prefetch(ahead.from + i * stride + k * WIDTH);
-      each<Kind::PARTS>([&](auto part) UNROLLED {
+      each<Own::PARTS>([&](auto part) UNROLLED {
         Lanes right[R];
         each<R>([&](auto r) UNROLLED { in_register(right[r] = x[part * R + r]); });
         each<O>([&](auto o) UNROLLED {
-          Lanes left = Kind::part_at(weight + o * stride, part);
+          Lanes left = Own::part_at(weight + o * stride, part);
           in_register(left);
-          each<R>([&](auto r) UNROLLED { own[r * O + o] = Kind::add(left, right[r], own[r * O + o]); });
+          each<R>([&](auto r) UNROLLED { own[r * O + o] = Own::add(left, right[r], own[r * O + o]); });
         });
       });
-      x += Kind::PARTS * R;
+      x += Own::PARTS * R;
     }
   }
   if (!place) {

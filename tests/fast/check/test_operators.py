@@ -31,6 +31,10 @@ SIZES = operators.Extent(
 )
 
 
+INT8 = 0.02
+"""Error of a product of rows that are rounded to int8."""
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2 * BF16)], ids=str)
 @pytest.mark.parametrize("backend", [TorchBackend(CPU), CpuBackend(CPU)], ids=lambda backend: type(backend).__name__)
 @pytest.mark.parametrize("name", probes.OPERATORS)
@@ -41,7 +45,8 @@ def test_an_operator_of_the_cpu_conforms(
     for case in operators.cases(replace(SIZES, tolerance=tolerance))[name]:
         past = float("nan") if isinstance(backend, CpuBackend) else None  # PyTorch's attention reads what it masks
         relative = operators.difference(backend, case.operator, past=past)[1]
-        assert relative <= (tolerance if case.tolerance else 0.0), case.shape
+        in_int8 = isinstance(backend, CpuBackend) and case.shape.endswith(" 8]")  # which rounds the rows, too
+        assert relative <= (max(tolerance, INT8 * in_int8) if case.tolerance else 0.0), case.shape
 
 
 def test_experts_conform_where_gpp_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
