@@ -48,23 +48,23 @@ struct Member {
   std::atomic<bool> takes_parts = false;
   std::atomic<bool> is_guest = false;  // on the core of another, for as long as its part takes
   Member* next = nullptr;
-  static inline std::mutex moving;  // or another move would find, and keep, the cores of this one
+  std::mutex moving;  // or another move would find, and keep, the cores of this one
 
-  // Return false if its processor time stands still.
+  // Return false if its processor time stands still. That of another process' thread, as after a fork, is unknown.
   bool runs() const {
     const clockid_t of_thread = ~clockid_t(id) * 8 + 6;  // as pthread_getcpuclockid has it
     timespec before{}, now{};
-    clock_gettime(of_thread, &before);
-    clock_gettime(of_thread, &now);
+    if (clock_gettime(of_thread, &before) || clock_gettime(of_thread, &now)) return true;
     return before.tv_nsec != now.tv_nsec;
   }
 
-  // Move it to the cores for which `may` returns true. From then on the kernel may move it anywhere, as before.
+  // Move it to the cores for which `may` returns true, while it takes parts. From then on the kernel may move it
+  // anywhere, as before.
   template <class May>
-  void move(const May& may) const {
+  void move(const May& may) {
     std::unique_lock lock(moving, std::try_to_lock);
     cpu_set_t allowed, chosen;
-    if (!lock || sched_getaffinity(id, sizeof allowed, &allowed)) return;
+    if (!lock || !takes_parts || sched_getaffinity(id, sizeof allowed, &allowed)) return;
     CPU_ZERO(&chosen);
     for (int core = 0; core < CPU_SETSIZE; core++)
       if (CPU_ISSET(core, &allowed) && may(core)) CPU_SET(core, &chosen);
@@ -102,6 +102,9 @@ class Team {
     ended_ = false;
     open();
     while (!ended_) wait(caller_, take_parts(caller_), [this] { return ended_.load(); });
+    // Who moves this thread may have lost its core to it. It gives back all cores first: threads and processes started
+    // from here have the same, and another thread may get this one's id.
+    std::lock_guard moved(caller_.moving);
   }
 
  private:
@@ -193,13 +196,12 @@ class Team {
 
   // Leave this core for those where no other member was last.
   void leave(Member& me) {
-    me.takes_parts = me.is_guest = false;
+    me.is_guest = false;
     me.move([&, here = sched_getcpu()](int core) {
       bool is_free = core != here;
       for (const Member* other = members_; other; other = other->next) is_free &= other == &me || other->core != core;
       return is_free;
     });
-    me.takes_parts = true;
   }
 
   void help(Member& me) {

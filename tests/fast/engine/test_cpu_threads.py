@@ -15,6 +15,7 @@ PROMISES = [
     "who has no part sleeps while another has the last",
     "threads without work do not run",
     "threads may run on all cores of the process, whoever waited for them",
+    "a call returns with all cores of the process",
     "results are equal however slow a thread is",
     "calls of many threads take turns",
 ]

@@ -106,6 +106,22 @@ bool threads_may_run_on_all_cores_of_the_process_whoever_waited_for_them() {
   return true;
 }
 
+// Parts that compute, by more threads than cores: who is moved at the end of a call may go on before who moves it.
+bool a_call_returns_with_all_cores_of_the_process() {
+  cpu_set_t before, now;
+  sched_getaffinity(0, sizeof before, &before);
+  const Parts some = {4, [](int64_t part) {
+                        const auto start = std::chrono::steady_clock::now();
+                        while (std::chrono::steady_clock::now() - start < std::chrono::microseconds(30 * part)) {}
+                      }};
+  for (int round = 0; round < 300; round++) {
+    run({some, some, some});
+    sched_getaffinity(0, sizeof now, &now);
+    if (!CPU_EQUAL(&now, &before)) return false;
+  }
+  return true;
+}
+
 // Each work needs all results of the one before.
 bool results_are_equal_however_slow_a_thread_is() {
   constexpr int64_t WORKS = 200, MOST = 9;
@@ -149,6 +165,7 @@ const std::vector<std::pair<std::string, bool (*)()>> PROMISES = {
     {"threads without work do not run", threads_without_work_do_not_run},
     {"threads may run on all cores of the process, whoever waited for them",
      threads_may_run_on_all_cores_of_the_process_whoever_waited_for_them},
+    {"a call returns with all cores of the process", a_call_returns_with_all_cores_of_the_process},
     {"results are equal however slow a thread is", results_are_equal_however_slow_a_thread_is},
     {"calls of many threads take turns", calls_of_many_threads_take_turns},
 };
