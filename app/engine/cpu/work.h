@@ -63,12 +63,15 @@ struct Member {
   template <class May>
   void move(const May& may) {
     std::unique_lock lock(moving, std::try_to_lock);
-    cpu_set_t allowed, chosen;
+    cpu_set_t allowed, chosen, now;
     if (!lock || !takes_parts || sched_getaffinity(id, sizeof allowed, &allowed)) return;
     CPU_ZERO(&chosen);
     for (int core = 0; core < CPU_SETSIZE; core++)
       if (CPU_ISSET(core, &allowed) && may(core)) CPU_SET(core, &chosen);
-    if (!sched_setaffinity(id, sizeof chosen, &chosen)) sched_setaffinity(id, sizeof allowed, &allowed);
+    if (sched_setaffinity(id, sizeof chosen, &chosen)) return;
+    // It may take this thread's core at once, for milliseconds. Cores that a user gave it meanwhile are kept.
+    if (!sched_getaffinity(id, sizeof now, &now) && CPU_EQUAL(&now, &chosen))
+      sched_setaffinity(id, sizeof allowed, &allowed);
   }
 };
 
