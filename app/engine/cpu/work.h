@@ -46,7 +46,7 @@ struct Member {
   std::atomic<pid_t> id = 0;
   std::atomic<int> core = -1;  // the last that it took a part on
   std::atomic<bool> takes_parts = false;
-  std::atomic<bool> is_guest = false;  // on the core of another, for as long as its part takes
+  bool gave_core = false;  // to another, so it leaves before its next part
   Member* next = nullptr;
   std::mutex moving;  // or another move would find, and keep, the cores of this one
 
@@ -58,20 +58,21 @@ struct Member {
     return before.tv_nsec != now.tv_nsec;
   }
 
-  // Move it to the cores for which `may` returns true, while it takes parts. From then on the kernel may move it
-  // anywhere, as before.
+  // Move it to the cores for which `may` returns true, while it takes parts, and return true. From then on the kernel
+  // may move it anywhere, as before.
   template <class May>
-  void move(const May& may) {
+  bool move(const May& may) {
     std::unique_lock lock(moving, std::try_to_lock);
     cpu_set_t allowed, chosen, now;
-    if (!lock || !takes_parts || sched_getaffinity(id, sizeof allowed, &allowed)) return;
+    if (!lock || !takes_parts || sched_getaffinity(id, sizeof allowed, &allowed)) return false;
     CPU_ZERO(&chosen);
     for (int core = 0; core < CPU_SETSIZE; core++)
       if (CPU_ISSET(core, &allowed) && may(core)) CPU_SET(core, &chosen);
-    if (sched_setaffinity(id, sizeof chosen, &chosen)) return;
+    if (sched_setaffinity(id, sizeof chosen, &chosen)) return false;
     // It may take this thread's core at once, for milliseconds. Cores that a user gave it meanwhile are kept.
     if (!sched_getaffinity(id, sizeof now, &now) && CPU_EQUAL(&now, &chosen))
       sched_setaffinity(id, sizeof allowed, &allowed);
+    return true;
   }
 };
 
@@ -79,8 +80,8 @@ struct Member {
 // waits in a loop for a moment, and then sleeps, so that its core is free for the thread that has one.
 //
 // A busy neighbour takes the core of a thread in the middle of a part, for some milliseconds, and the others wait. So
-// who is about to sleep brings that thread to its own core. After the part one of the two leaves for a core where no
-// member is, and shares it with the neighbour: the kernel would give the neighbour one core and the team the other.
+// who is about to sleep brings that thread to its own core, and later leaves for one where no member is. It shares that
+// with the neighbour: the kernel would give the neighbour one core and the team the other.
 class Team {
  public:
   // Run the works on this thread and on others.
@@ -142,7 +143,7 @@ class Team {
     me.takes_parts = true;
     Ticket ticket = ticket_.load();
     while (ticket.next < ticket.parts) {
-      if (me.is_guest) leave(me);
+      if (me.gave_core) leave(me);
       Ticket taken = ticket;
       taken.next++;
       if (!ticket_.compare_exchange_weak(ticket, taken)) continue;
@@ -175,7 +176,8 @@ class Team {
     if (spins(PATIENCE, is_done)) return;
     if (without_core(me)) {
       if (spins(INTERRUPTION, is_done)) return;
-      if (Member* other = without_core(me)) bring_here(*other, me);
+      if (Member* other = without_core(me))  // this core is about to be idle
+        me.gave_core = other->move([here = sched_getcpu()](int core) { return core == here; });
     }
     std::unique_lock lock(mutex_);
     sleeping_++;
@@ -190,16 +192,9 @@ class Team {
     return other;
   }
 
-  // Bring a member to this core, which is about to be idle. The caller needs a core of its own between two calls.
-  void bring_here(Member& other, Member& me) {
-    Member& leaves = &other == &caller_ ? me : other;
-    if (leaves.is_guest.exchange(true)) return;
-    other.move([here = sched_getcpu()](int core) { return core == here; });
-  }
-
   // Leave this core for those where no other member was last.
   void leave(Member& me) {
-    me.is_guest = false;
+    me.gave_core = false;
     me.move([&, here = sched_getcpu()](int core) {
       bool is_free = core != here;
       for (const Member* other = members_; other; other = other->next) is_free &= other == &me || other->core != core;
