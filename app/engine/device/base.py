@@ -114,6 +114,8 @@ class Defaults:
     page_size: int
     max_num_seqs: int
     max_blocks: int = 256
+    int8_draft: bool = False
+    """A draft in bfloat16 is rounded to int8, because its steps gain more than its acceptance loses."""
     is_slow: bool = False
     """Prompts are cut by time, because streams would stand still for seconds behind one of thousands of rows."""
 

@@ -79,7 +79,7 @@ def _tell_int8(draft: DFlashModel, num_bytes: int) -> None:
         text = "--draft-quantization int8: rounded only, because this device does not multiply by int8; leave it out"
         return logger.warning(text)
     head = "with a copy of its head" if isinstance(draft.lm_head, QuantisedWeight) else "but not its head"
-    logger.info("draft: %d MiB of weights in int8, %s", num_bytes >> 20, head)
+    logger.info("draft: %d MiB of weights in int8, %s; --draft-quantization none keeps them", num_bytes >> 20, head)
 
 
 def use_operator(

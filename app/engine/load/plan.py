@@ -15,6 +15,7 @@ from app.engine.errors import UnsupportedError
 from app.engine.load.refusals import Facts, check
 from app.engine.models.page_pool import SCRATCH_PAGES
 from app.engine.models.weights import shard
+from app.engine.quantised import QuantisedWeight
 from app.engine.schedule.graph_sizes import GraphSizes
 from app.engine.step.graph_plan import plan_graphs
 
@@ -65,6 +66,7 @@ class Plan:
     sizes: Sizes
     graph_sizes: GraphSizes | None
     sharing: int = 1  # ranks that share one memory: all of them on a host, else one
+    int8_draft: bool = False
     num_pages: int = 0  # settled last
 
     @property
@@ -75,11 +77,6 @@ class Plan:
     def whole_draft(self) -> bool:
         """Return True if every rank has all of the draft's layers."""
         return self.config.draft_tensor_parallel_size == 1
-
-    @property
-    def int8_draft(self) -> bool:
-        """Return True if the draft's weights become int8."""
-        return self.config.draft_quantization == "int8"
 
     @property
     def max_rows(self) -> int:
@@ -109,7 +106,7 @@ def make_plan(config: EngineConfig, models: Models, backend: Backend) -> Plan:
         window = max(*windows, MAX_PENDING)  # rows of up to MAX_PENDING steps may be written late
         sizes = replace(sizes, draft_window=window, window_pages=window_pages(window, block_size, sizes.page_size))
     sharing = config.tensor_parallel_size if backend.memory_is_host else 1
-    return Plan(config, target, draft, dtype, sizes, graph_sizes, sharing)
+    return Plan(config, target, draft, dtype, sizes, graph_sizes, sharing, rounds_draft(config, dtype, backend))
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -133,6 +130,14 @@ def dtype_of(config: EngineConfig, target: DecoderConfig, backend: Backend) -> t
         exact = "takes twice the memory, and leaves texts with drafts equal but for margins below 1e-4"
         logger.info("dtype %s, like the checkpoint: %s; --dtype %s %s", name_of(stored), why, name_of(default), exact)
     return stored
+
+
+def rounds_draft(config: EngineConfig, dtype: torch.dtype, backend: Backend) -> bool:
+    """Return True if the draft's weights become int8."""
+    if config.draft_quantization != "auto":
+        return config.draft_quantization == "int8"
+    is_faster = backend.defaults.int8_draft and dtype == torch.bfloat16
+    return is_faster and backend.multiplies(QuantisedWeight.int8(torch.zeros(4, 4, dtype=dtype)))
 
 
 def settle_sizes(config: EngineConfig, block_size: int, model_limit: int, defaults: Defaults) -> Sizes:

@@ -119,7 +119,7 @@ def test_target_draft_and_kv_take_half_the_memory_and_the_servers_info_has_the_d
     sizes = []
     for dtype in ("auto", "float32"):
         config = EngineConfig(pair.target, pair.draft, device="cpu", dtype=dtype, max_model_len=64, **UNTIMED)
-        engine = make_engine(pair.target, pair.draft, dtype=dtype, max_model_len=64)
+        engine = make_engine(pair.target, pair.draft, dtype=dtype, max_model_len=64, draft_quantization="none")
         assert _info(engine, config).dtype == engine.dtype == ("bfloat16" if dtype == "auto" else "float32")
         forward = engine.core.runner.forward
         weights = [*forward.target.parameters(), *forward.drafter.model.parameters()]

@@ -99,3 +99,15 @@ def test_a_device_that_does_not_multiply_by_int8_says_so(tmp_path: Path, caplog,
         engine = engine_of(pair)
     assert "this device does not multiply by int8; leave it out" in caplog.text
     assert draft_of(engine).lm_head is engine.core.runner.forward.target.lm_head
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "is_rounded"),
+    [("auto", "bfloat16", True), ("auto", "float32", False), ("none", "bfloat16", False), ("int8", "float32", True)],
+)
+def test_auto_rounds_a_draft_on_a_cpu_in_bfloat16_only(
+    tmp_path: Path, asked: str, dtype: str, is_rounded: bool
+) -> None:
+    pair = make_pair(tmp_path, **LUCKY)
+    draft = draft_of(engine_of(pair, draft_quantization=asked, dtype=dtype))
+    assert isinstance(draft.layers[0].attention.qkv, QuantisedWeight) == is_rounded
