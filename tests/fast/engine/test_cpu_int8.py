@@ -169,3 +169,5 @@ def test_the_operator_refuses_what_it_does_not_compute():
     for x in (drawn(3, 68, dtype=torch.bfloat16), drawn(3, 64, dtype=torch.float32)):
         with pytest.raises(RuntimeError, match="linear_int8 takes"):
             operator(x, own.data, own.scales, None)
+    with pytest.raises(RuntimeError, match="linear_int8 takes"):  # 66 numbers end in the middle of 4
+        operator(drawn(3, 66, dtype=torch.bfloat16), own.data.new_ones(33, 66), own.scales, None)
