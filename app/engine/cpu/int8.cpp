@@ -50,7 +50,7 @@ struct Left {
     return sums + Whole(_mm512_madd_epi16(_mm512_maddubs_epi16(size, signed_x), _mm512_set1_epi16(1)));
   }
 };
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(__AVX512F__)
 struct Left {
   __m256i numbers, size;
   explicit Left(const int8_t* at) {
