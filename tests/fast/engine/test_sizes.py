@@ -231,7 +231,8 @@ def test_weights_that_do_not_fit_are_refused_with_both_numbers_before_any_is_rea
     read: list[str] = []
     parts = [load_file(folder / "model.safetensors") for folder in (pair.target, pair.draft)]
     needed = bytes_each * sum(tensor.numel() for part in parts for tensor in part.values())
-    config = EngineConfig(pair.target, pair.draft, device="cpu", dtype=dtype, kv_cache_memory=1 << 20, **UNTIMED)
+    settings = {"device": "cpu", "dtype": dtype, "draft_quantization": "none", "kv_cache_memory": 1 << 20}
+    config = EngineConfig(pair.target, pair.draft, **UNTIMED | settings)
     monkeypatch.setattr(cpu_backend.CpuBackend, "memory", lambda self: (needed - 1, 1 << 40))
     with pytest.raises(UnsupportedError) as caught:
         build_engine(config, on_progress=lambda stage, done, total: read.append(stage))
