@@ -216,8 +216,8 @@ def test_products_of_a_large_model_are_timed_and_the_rows_of_the_operator_are_lo
 @pytest.mark.parametrize(
     ("theirs", "most"),
     [
-        ({8: 0.8}, 7),
-        ({8: 1.0, 16: 0.92, 32: 0.9, 64: 2.0}, 16),  # more than a tenth quicker at 32
+        ({8: 0.75}, 7),
+        ({8: 1.0, 16: 0.78, 32: 0.76, 64: 2.0}, 16),  # 1.3 times as quick at 32
         (dict.fromkeys((8, 16, 32, 64, 128), 1.0), linear.ALL_ROWS),
     ],
 )
