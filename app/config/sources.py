@@ -38,6 +38,10 @@ SETTINGS: dict[str, Any] = {
 SECRETS = {"api_key", "admin_key"}
 UPPER_BOUNDS = {"max_num_batched_tokens"}
 """Settings of which the smallest counts, if several flags give one: llama-server's -b and -ub stand side by side."""
+_OF_DRAFTS = {"draft_revision"} | {
+    name for name, field in SETTINGS.items() if field.json_schema_extra["group"] == SPECULATION
+} - {"speculation"}
+"""Settings that do nothing without a draft."""
 EXCLUSIVE = {"kv_cache_memory": "memory_utilization", "memory_utilization": "kv_cache_memory"}
 
 
@@ -77,7 +81,9 @@ def load_config(flags: Iterable[GivenSetting] = ()) -> Config:
         except (UnicodeError, TypeError, *UNREADABLE) as error:
             raise ConfigError(f"{given.spelling}: {' '.join(str(error).split())}") from None
     chosen = notes_of(config.model, is_default="model" not in settings)
-    return config.model_copy(update={"notes": (*chosen, *config.notes)})
+    unused = [f"{settings[name].spelling}: nothing to set, no draft is served" for name in _OF_DRAFTS & settings.keys()]
+    idle = sorted(unused) if lacks_draft or not config.speculation else []
+    return config.model_copy(update={"notes": (*chosen, *config.notes, *idle)})
 
 
 def _with_file(model: GivenSetting | None, file: GivenSetting) -> GivenSetting:

@@ -251,7 +251,8 @@ def test_a_flag_of_another_project_takes_the_values_that_it_has_there_and_no_mod
         if peer.nargs(name) == "+":
             assert load("MODEL", *arguments, "2").notes == (f"{name} {given} 2: nothing to set, {peer.note}",)
             continue
-        settings = parse_flags([*arguments, *([] if peer.field == "model" else ["MODEL"])])
+        draft = [] if peer.field in ("draft_model", "speculative_config") else ["--draft-model", "d"]
+        settings = parse_flags([*arguments, *draft, *([] if peer.field == "model" else ["MODEL"])])
         assert peer.field == "model" or settings[-1] == ("MODEL", "model", "MODEL")
         assert (peer.field in [setting.field for setting in settings]) is (peer.kind != "only")
         config = load_config(setting for setting in settings if setting.field != "draft_tensor_parallel_size")

@@ -146,6 +146,16 @@ def test_keys_of_a_speculative_config_that_change_no_text_are_told(tmp_path: Pat
         assert "attention_backend" in attention and "the device decides" in attention
 
 
+@pytest.mark.parametrize("without", [[], [flag("draft_model", "d"), flag("speculation", False)]])
+def test_settings_of_a_draft_are_told_where_none_is_served(monkeypatch, without: list[GivenSetting]) -> None:
+    monkeypatch.setenv("DFLASH_DRAFT_WINDOW", "64")
+    given = [flag("model", "x"), flag("draft_quantization", "int8"), flag("verify", "4")]
+    notes = load_config([*given, *without]).notes
+    assert [note.partition(": ")[0] for note in notes] == ["--draft-quantization", "--verify", "DFLASH_DRAFT_WINDOW"]
+    assert set(notes) == {f"{note.partition(': ')[0]}: nothing to set, no draft is served" for note in notes}
+    assert load_config([*given, flag("draft_model", "d")]).notes == ()
+
+
 @pytest.mark.parametrize("text", ['{"method": "dflash"}', '{"num_speculative_tokens": 7}'])
 def test_a_speculative_config_without_a_draft_is_for_pairs_alone(tmp_path: Path, monkeypatch, text: str) -> None:
     wish, target = flag("speculative_config", text), flag("model", "x")
