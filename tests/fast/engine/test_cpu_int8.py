@@ -12,6 +12,7 @@ from app.engine.quantised import QuantisedWeight, Weight
 from app.messages import Request
 from tests.fast.engine.lossless import LUCKY, make_engine, random_prompts, run_engine
 from tests.fast.engine.pairs import make_pair
+from tests.fast.engine.quantised import FORMATS, quantise
 
 pytestmark = pytest.mark.skipif(not shutil.which(library.compiler()), reason="there is no g++")
 BACKEND = CpuBackend(torch.device("cpu"))
@@ -109,6 +110,19 @@ def test_a_text_is_the_same_with_drafts_in_any_batch_and_layer_by_layer(tmp_path
     assert texts(None, max_num_seqs=4) == texts(pair.draft, max_num_seqs=4) == wanted
     monkeypatch.setattr(decoder, "can_run", lambda layers: False)
     assert texts(pair.draft, max_num_seqs=4) == wanted
+
+
+@pytest.mark.parametrize("how", FORMATS)
+def test_so_is_a_text_of_a_target_that_its_files_quantise(tmp_path, how):
+    pair = make_pair(tmp_path / "pair", **LUCKY)
+    target, _ = quantise(pair.target, tmp_path, how)
+    asked = [Request(str(i), prompt.token_ids, 24) for i, prompt in enumerate(random_prompts(pair.vocab_size, 4))]
+
+    def texts(draft, max_num_seqs):
+        settings = {"dtype": "bfloat16", "page_size": 4, "max_model_len": 256, "max_num_seqs": max_num_seqs}
+        return run_engine(make_engine(target, draft, **settings), asked).texts
+
+    assert texts(None, 4) == texts(pair.draft, 4) == texts(None, 1)
 
 
 @pytest.mark.parametrize(("quantization", "most"), [("int8", 30), ("auto", 1)])
