@@ -100,6 +100,9 @@ class ChoiceAnswers(ABC):
         self._echoed = echoed
         self._head: Head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
+    def begin(self) -> bytes:
+        return b""
+
     def events(self, piece: Piece) -> bytes:
         """Return the chunks of one piece: the opening, the payloads with the steps, and the end."""
         payloads = self._payloads(piece)

@@ -126,6 +126,11 @@ def busy(message: str, code: str = "server_busy") -> ApiError:
     return ApiError(429, message, code=code, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
+def internal_error() -> ApiError:
+    """Return the 500 of a bug."""
+    return ApiError(500, "The server failed on this request; its log says why.", code="internal_error")
+
+
 def install(app: FastAPI, metrics: Metrics) -> None:
     """Answer every exception of `app` in OpenAI's shape. Count the requests that the engine refuses in `metrics`."""
 
@@ -167,7 +172,7 @@ def install(app: FastAPI, metrics: Metrics) -> None:
     @app.exception_handler(Exception)
     async def answer_bug(request: Request, error: Exception) -> Response:
         """Answer 500 to a bug. The log has the traceback."""
-        return ApiError(500, "The server failed on this request; its log says why.", code="internal_error").response()
+        return internal_error().response()
 
 
 def _advice(path: str, root_path: str) -> str:

@@ -134,8 +134,13 @@ class ResponseAnswers:
         response: ResponseBody = last["response"]
         return response
 
+    def begin(self) -> bytes:
+        """Return the events that a response has before its engine begins, as OpenAI's."""
+        opened = self._unfinished(status="in_progress", usage=None)
+        return self._encode({"type": f"response.{kind}", "response": opened} for kind in ("created", "in_progress"))
+
     def events(self, piece: Piece) -> bytes:
-        return self._encode(itertools.chain(self._begin() if piece.is_first else (), self._read(piece)))
+        return self._encode(self._read(piece))
 
     def end(self) -> bytes:
         return self._encode(self._finish())
@@ -149,10 +154,6 @@ class ResponseAnswers:
 
     def _encode(self, events: Iterable[Event]) -> bytes:
         return b"".join(event(data | {"sequence_number": next(self._numbers)}, data["type"]) for data in events)
-
-    def _begin(self) -> Iterator[Event]:
-        for kind in ("response.created", "response.in_progress"):
-            yield {"type": kind, "response": self._unfinished(status="in_progress", usage=None)}
 
     def _read(self, piece: Piece) -> Iterator[Event]:
         self._reason = piece.finish_reason

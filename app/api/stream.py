@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict
 
 from app import log
-from app.api.errors import AnswerWarning, ApiError, unavailable
+from app.api.errors import AnswerWarning, ApiError, internal_error, unavailable
 from app.engine_client.client import EngineClient
 from app.engine_client.request_stream import RequestStream, Timeline
 from app.messages import FinishReason, TokenDelta
@@ -65,6 +65,9 @@ class Answers(Protocol):
 
     def whole(self, pieces: Sequence[Piece]) -> Mapping[str, object]:
         """Return the body of an answer. Each piece is a whole choice."""
+
+    def begin(self) -> bytes:
+        """Return the events before all pieces, or b"" if there are none."""
 
     def events(self, piece: Piece) -> bytes:
         """Return the events of a piece, or b"" if it has none."""
@@ -263,30 +266,33 @@ class Choices:
 async def events(choices: Choices, answers: Answers) -> AsyncGenerator[bytes, None]:
     """Yield the Server-Sent Events of a streamed answer.
 
-    An error before the first event is raised. A later error is the last event, so that a broken answer never looks
-    complete. After KEEP_ALIVE_SECONDS without an event a comment is sent, because proxies close silent connections.
+    An error is the last event, so that a broken answer never looks complete. After KEEP_ALIVE_SECONDS without an event
+    a comment is sent, before the first too, because proxies close silent connections.
     """
-    sent_at: float | None = None
+    sent_at = time.monotonic()
     pause = KEEP_ALIVE_SECONDS / _CHECKS_PER_KEEP_ALIVE
     try:
+        if opening := answers.begin():
+            yield opening
         async with aclosing(choices.pieces(pause)) as arriving:
             async for pieces in arriving:
                 if new := b"".join(map(answers.events, pieces)):
                     sent_at = time.monotonic()
                     yield new
-                elif sent_at is not None and time.monotonic() - sent_at > KEEP_ALIVE_SECONDS - pause:
+                elif time.monotonic() - sent_at > KEEP_ALIVE_SECONDS - pause:
                     sent_at = time.monotonic()
                     yield b": keep-alive\n\n"
         yield answers.end()
-    except ApiError as error:
-        if sent_at is None:
+    except Exception as error:
+        failure = error if isinstance(error, ApiError) else internal_error()
+        log.request.get({}).update(code=failure.code)
+        yield answers.failure(failure)
+        if error is not failure:
             raise
-        log.request.get({}).update(code=error.code)
-        yield answers.failure(error)
 
 
 class EventStream(StreamingResponse):
-    """Server-Sent Events. An error before the first event, or a client that leaves, keeps its status.
+    """Server-Sent Events, whose head does not wait for the first of them.
 
     In any case `events` is closed and `close` is called at the end, and not by the garbage collector.
     """
@@ -298,14 +304,6 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            first = await unless_gone(receive, anext(self._events))
-
-            async def all_events() -> AsyncGenerator[bytes, None]:
-                yield first
-                async for event in self._events:
-                    yield event
-
-            self.body_iterator = all_events()
             await super().__call__(scope, receive, send)
         finally:
             await self._events.aclose()

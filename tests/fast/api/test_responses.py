@@ -380,13 +380,12 @@ def test_a_deadline_in_mid_stream_fails_the_response_and_aborts_it(server, backg
     assert server.script.see("Abort")
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_error_before_the_first_event_keeps_its_status(server, background, stream):
+def test_an_error_of_a_whole_response_has_its_status(server, background):
     server.script.by_hand()
-    asked = background.submit(lambda: server.http.post(PATH, json=ASK | {"stream": stream}))
+    asked = background.submit(lambda: server.http.post(PATH, json=ASK))
     server.script.emit(server.script.see("Submit")["request_id"], [], finish="error", error="broken")
     assert error_of(asked.result(), 500)["code"] == "engine_error"
-    late = server.http.post(PATH, json=ASK | {"stream": stream}, headers={"X-Request-Timeout": "0.1"})
+    late = server.http.post(PATH, json=ASK, headers={"X-Request-Timeout": "0.1"})
     assert error_of(late, 504)["code"] == "deadline_exceeded"
 
 
