@@ -81,6 +81,7 @@ class Completion(Head, Tail):
 class RenderedPrompt(TypedDict):
     model: str
     token_ids: list[int]
+    warnings: NotRequired[Warnings]
 
 
 class ChoiceAnswers(ABC):

@@ -40,7 +40,10 @@ async def render_chat(request: Request) -> Response:
     with services.hold(request) as held:
         received = await receive(request, ChatCompletionRequest, held, is_admitted=False)
         prompt = await services.in_thread(request, prompts.of_conversation, services, received.body, received.info)
-    return json_response(RenderedPrompt(model=received.model_name, token_ids=prompt.token_ids))
+    rendered = RenderedPrompt(model=received.model_name, token_ids=prompt.token_ids)
+    if warnings := [*received.warnings, *prompt.warnings]:
+        rendered["warnings"] = warnings
+    return json_response(rendered)
 
 
 async def converse(received: Received[ChatCompletionRequest]) -> Choices:

@@ -40,7 +40,7 @@ def of_conversation(services: Services, body: TemplatedRequest, info: EngineInfo
 
     A forced call begins the answer, so that the model does not reason before it.
     """
-    template, call_format = services.tokenizer.chat_template, services.call_format
+    template, call_format = services.tokenizer.template_for(body.offers_tools), services.call_format
     check_template(body, services)
     if num_strict := sum(bool(tool.function.strict) for tool in body.tools or []):
         logger.info("tools with strict: %d; it is a wish here, and their calls are not checked", num_strict)
@@ -48,7 +48,7 @@ def of_conversation(services: Services, body: TemplatedRequest, info: EngineInfo
     if body.forces_call and "enable_thinking" in template.switches:
         switches["enable_thinking"] = False
     try:
-        text, mark = services.tokenizer.render(
+        text, mark, is_joined = services.tokenizer.render(
             [message.for_template() for message in body.messages],
             tools=body.offered_tools or None,
             add_generation_prompt=body.add_generation_prompt is not False,
@@ -65,7 +65,7 @@ def of_conversation(services: Services, body: TemplatedRequest, info: EngineInfo
         in_reasoning = False
     special = bool(body.add_special_tokens)
     token_ids = encode(services, text, "messages", info, add_special_tokens=special, must_fit=must_fit, mark=mark)
-    return Prompt(token_ids, in_reasoning, begun_call, warn_of_prompt(body, services))
+    return Prompt(token_ids, in_reasoning, begun_call, warn_of_prompt(body, services, is_joined))
 
 
 def encode(

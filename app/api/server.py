@@ -125,7 +125,7 @@ class Server:
 def _warn(tokenizer: Tokenizer, config: Config) -> None:
     """Log settings and tokenizer files that this server cannot honour."""
     for name in config.default_chat_template_kwargs:
-        if name not in tokenizer.chat_template.switches:
+        if all(name not in tokenizer.template_for(has_tools).switches for has_tools in (False, True)):
             logger.warning("--default-chat-template-kwargs: this model's chat template does not know %s", name)
     if tokenizer.model_vocab_size is not None and tokenizer.max_id >= tokenizer.model_vocab_size:
         logger.warning(

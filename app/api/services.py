@@ -41,15 +41,15 @@ class Services:
     tracer: "Tracer | None" = None
 
     def __post_init__(self) -> None:
-        template = self.tokenizer.chat_template
+        template, with_tools = (self.tokenizer.template_for(has_tools) for has_tools in (False, True))
         self.api_keys = self.config.api_keys()
         self.admin_digests = key_digests(self.config.admin_key)
         self.model_names = self.config.model_names
         # Set to `auto`, both parsers of chat answers follow the chat template, which in turn follows a named format.
-        self.reasoning_parser = reasoning_for(self.config.reasoning_parser, template.source)
-        self.call_format = format_for(self.config.tool_call_parser, template.source)
+        self.reasoning_parser = reasoning_for(self.config.reasoning_parser, template.source + with_tools.source)
+        self.call_format = format_for(self.config.tool_call_parser, with_tools.source)
         if self.call_format is not None:
-            template.call_format = self.call_format
+            template.call_format = with_tools.call_format = self.call_format
         self.settings = changed(self.config)
         seeds = secrets.SystemRandom() if self.config.seed is None else random.Random(self.config.seed)
         self.next_seed = partial(seeds.getrandbits, 64)  # of a request that sends none

@@ -9,6 +9,7 @@ from app.api.refusals import LABELS, REFUSED, asks
 from app.api.schemas import Body, ChatMessage, GenerationRequest, TemplatedRequest
 from app.api.services import Services
 from app.metrics import Metrics
+from app.text.chat_template import ChatTemplate
 from app.text.parsers import reasoning_for
 
 _NO_PLACE = "This model's chat template has no place for"
@@ -105,7 +106,7 @@ def _check_message(where: str, message: ChatMessage) -> None:
 
 def check_template(body: TemplatedRequest, services: Services) -> None:
     """Raise ApiError for fields that need what the model's chat template or its parsers do not have."""
-    template, call_format = services.tokenizer.chat_template, services.call_format
+    template, call_format = services.tokenizer.template_for(body.offers_tools), services.call_format
     reasons = services.reasoning_parser is not None
     separates = reasons and getattr(body, "separate_reasoning", None) is not False
     if getattr(body, "include_reasoning", None) is False and not separates:
@@ -143,23 +144,23 @@ def check_template(body: TemplatedRequest, services: Services) -> None:
     if not isinstance((body.chat_template_kwargs or {}).get("enable_thinking"), bool | None):
         param = "chat_template_kwargs.enable_thinking"
         raise bad_request(f"`{param}` must be true or false: to a template any text is true.", param)
-    if not can_turn and (off := _fields_that_turn(body, False)) and _thinks(services):
+    if not can_turn and (off := _fields_that_turn(body, False)) and _thinks(services, template):
         why = f"This model's chat template cannot turn thinking off (`enable_thinking`). Leave `{off[0]}` out."
         raise unsupported(why, off[0])
 
 
-def _thinks(services: Services) -> bool:
-    template = services.tokenizer.chat_template
+def _thinks(services: Services, template: ChatTemplate) -> bool:
     return (services.reasoning_parser or reasoning_for("auto", template.source)) is not None
 
 
 def _warn_of_switches(body: TemplatedRequest, services: Services) -> list[AnswerWarning]:
     """Return warnings about thinking that is asked for where a template cannot switch it, and about names in
     `chat_template_kwargs` that the template does not know. What asks for nothing, like null and false, has none."""
-    known, warnings = services.tokenizer.chat_template.switches, list[AnswerWarning]()
+    template, warnings = services.tokenizer.template_for(body.offers_tools), list[AnswerWarning]()
+    known = template.switches
     for field in _fields_that_turn(body, True):
         if "enable_thinking" not in known and (field != "reasoning_effort" or field not in known):
-            cannot = "'s chat template cannot switch thinking" if _thinks(services) else " does not think"
+            cannot = "'s chat template cannot switch thinking" if _thinks(services, template) else " does not think"
             warnings.append(_warning("thinking_not_switched", field, f"This model{cannot}: nothing changed."))
     listed = ", ".join(f"`{switch}`" for switch in known) or "none"
     for name, value in (body.chat_template_kwargs or {}).items():
@@ -186,13 +187,13 @@ def warn_of_unknown_fields(body: Body, metrics: Metrics) -> list[AnswerWarning]:
     return warnings
 
 
-def warn_of_prompt(body: TemplatedRequest, services: Services) -> list[AnswerWarning]:
-    """Return warnings about names, reasoning and switches that are not in the prompt, and about thinking before a
-    forced call.
+def warn_of_prompt(body: TemplatedRequest, services: Services, is_joined: bool) -> list[AnswerWarning]:
+    """Return warnings about names, reasoning and switches that are not in the prompt, about thinking before a forced
+    call, and about system messages that were joined.
 
     The name of a tool's message may repeat the function of an earlier call, because the prompt has that.
     """
-    template = services.tokenizer.chat_template
+    template = services.tokenizer.template_for(body.offers_tools)
     names, thoughts = [], []
     called: set[str] = set()
     for index, message in enumerate(body.messages):
@@ -211,6 +212,10 @@ def warn_of_prompt(body: TemplatedRequest, services: Services) -> list[AnswerWar
     if thoughts and not template.writes_reasoning:
         why = f"{_NO_PLACE} reasoning: it is not in the prompt."
         warnings.append(_warning("reasoning_left_out", thoughts[0], why))
+    if is_joined:
+        moved = next(i for i, message in enumerate(body.messages) if i and message.role in ("system", "developer"))
+        why = "This model's chat template takes one system message, at the beginning: this one was joined to it."
+        warnings.append(_warning("system_messages_joined", f"messages.{moved}", why))
     if body.forces_call and (on := _fields_that_turn(body, True)):
         why = "`tool_choice` forces a call, and the answer begins with it."
         warnings.append(_warning("reasoning_skipped", on[0], why))

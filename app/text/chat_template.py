@@ -6,6 +6,7 @@ A template comes with a checkpoint, and the lists it loops over come with a requ
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -64,9 +65,11 @@ class ChatTemplate:
     @classmethod
     def load(
         cls, folder: Path, settings: dict[str, Any], special: dict[str, str], file: Path | None = None
-    ) -> "ChatTemplate":
-        """Load a file, else chat_template.jinja, chat_template.json, or `chat_template` of tokenizer_config.json.
+    ) -> "tuple[ChatTemplate, ChatTemplate]":
+        """Load the templates of conversations without and with tools: one, unless another is named `tool_use`.
 
+        They come from a file, else from chat_template.jinja, chat_template.json, or `chat_template` of
+        tokenizer_config.json; and `tool_use` from additional_chat_templates, where Transformers now keeps it.
         Raises ChatTemplateError, which names the file, if it cannot be read or the template is not Jinja.
         """
         if file is not None and not file.is_file():
@@ -81,10 +84,20 @@ class ChatTemplate:
                 path = folder / "tokenizer_config.json"
                 source = settings.get("chat_template")
             if isinstance(source, list):
-                source = {item["name"]: item["template"] for item in source}.get("default")
+                source = {item["name"]: item["template"] for item in source}
+            named = source if isinstance(source, dict) else {"default": source}
+            default = path, named.get("default")
+            with_tools = path, named.get("tool_use")
+            if file is None and (path := folder / "additional_chat_templates" / "tool_use.jinja").is_file():
+                with_tools = path, path.read_text(encoding="utf-8")
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise ChatTemplateError(f"the chat template in {path} cannot be read: {reason}") from None
+        template = cls._compiled(*default, special)
+        return template, template if with_tools[1] is None else cls._compiled(*with_tools, special)
+
+    @classmethod
+    def _compiled(cls, path: Path, source: Any, special: dict[str, str]) -> "ChatTemplate":
         if source is not None and not isinstance(source, str):
             kind = type(source).__name__
             raise ChatTemplateError(f"the chat template in {path} must be a string of Jinja, not {kind}")
@@ -93,7 +106,29 @@ class ChatTemplate:
         except Exception as error:  # Nesting too deep for Python's compiler is no TemplateError.
             raise ChatTemplateError(f"the chat template in {path} cannot be compiled: {error}") from None
 
-    def render(
+    def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """Return the prompt of `messages`, as `render_joining` makes it."""
+        return self.render_joining(messages, **options)[0]
+
+    def render_joining(self, messages: list[dict[str, Any]], **options: Any) -> tuple[str, bool]:
+        """Return the prompt of `messages`, and whether their system messages had to be joined for it.
+
+        Where the template refuses several of them, or one that comes late, it gets them as one, the first. Both
+        renderings share the limits of one, and the error is that of the first. Raises ChatTemplateError. The options:
+
+        With `add_generation_prompt` it ends where the assistant speaks. With `continue_final_message` it ends where the
+        text of the last message ends. `switches` are variables that only this template knows, like `enable_thinking`.
+        """
+        with self._environment.limits():
+            try:
+                return self._render(messages, **options), False
+            except ChatTemplateError:
+                with suppress(ChatTemplateError):
+                    if any(message["role"] == "system" for message in messages[1:]):
+                        return self._render(_with_one_system_message(messages), **options), True
+                raise
+
+    def _render(
         self,
         messages: list[dict[str, Any]],
         *,
@@ -102,11 +137,6 @@ class ChatTemplate:
         continue_final_message: bool = False,
         switches: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt of `messages`. Raises ChatTemplateError.
-
-        With `add_generation_prompt` it ends where the assistant speaks. With `continue_final_message` it ends where the
-        text of the last message ends. `switches` are variables that only this template knows, like `enable_thinking`.
-        """
         if self._template is None:
             raise ChatTemplateError("This model has no chat template. Use /v1/completions, or add chat_template.jinja.")
         if continue_final_message:
@@ -115,14 +145,13 @@ class ChatTemplate:
         try:
             if self.call_format is not None and self.call_format.for_template is not None:
                 messages, tools = self.call_format.for_template(messages, tools)
-            with self._environment.limits():
-                text = self._template.render(
-                    variables,
-                    messages=messages,
-                    tools=tools,
-                    documents=None,
-                    add_generation_prompt=add_generation_prompt and not continue_final_message,
-                )
+            text = self._template.render(
+                variables,
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+            )
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"The model's chat template refuses these messages: {error}") from None
         except Exception as error:  # A template can raise any exception.
@@ -135,6 +164,12 @@ class ChatTemplate:
                 "The model's chat template leaves the final message out, so it cannot be continued."
             )
         return text[:end]
+
+
+def _with_one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    system = [message["content"] for message in messages if message["role"] == "system"]
+    others = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(filter(None, system))}, *others]
 
 
 def _set_before_read(tree: jinja2.nodes.Template) -> set[str]:

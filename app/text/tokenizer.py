@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import tokenizers
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
@@ -49,6 +49,14 @@ class GenerationDefaults:
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
+
+
+class Rendered(NamedTuple):
+    """A prompt's text, the `mark` for `Tokenizer.encode`, "" without one, and whether system messages were joined."""
+
+    text: str
+    mark: str
+    is_joined: bool
 
 
 class Tokenizer:
@@ -110,22 +118,26 @@ class Tokenizer:
             sampling = {**sampling, **is_sampled, **overrides}
         self.defaults = _defaults(str(generation_path), sampling)
         self.max_new_tokens = most if type(most := sampling.get("max_new_tokens")) is int and most > 0 else None
-        self.chat_template = ChatTemplate.load(texts, settings, special, chat_template)
+        self.chat_template, self._template_with_tools = ChatTemplate.load(texts, settings, special, chat_template)
+
+    def template_for(self, has_tools: bool) -> ChatTemplate:
+        """Return the chat template, or for conversations that offer tools the one named `tool_use`, if there is one."""
+        return self._template_with_tools if has_tools else self.chat_template
 
     def render(
         self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None, **options: Any
-    ) -> tuple[str, str]:
-        """Return the prompt of a conversation, as `ChatTemplate.render` makes it, and the mark for `encode`.
+    ) -> Rendered:
+        """Return the prompt of a conversation, as `ChatTemplate.render_joining` makes it. Raises ChatTemplateError.
 
-        Where messages or tools spell a control token, the mark is in the prompt, within each spelling. It is "" if they
-        spell none. Raises ChatTemplateError.
+        Where messages or tools spell a control token, a mark is in the prompt, within each spelling.
         """
+        template, mark = self.template_for(bool(tools)), ""
         texts = list(_texts((messages, tools)))
-        if all(next(self._control.spelt(text), None) is None for text in texts):
-            return self.chat_template.render(messages, tools=tools, **options), ""
-        mark = next((mark for mark in _NONCHARACTERS if not any(mark in text for text in texts)), _NONCHARACTERS[0])
-        messages, tools = _rewritten((messages, tools), lambda text: self._control.marked(text, mark))
-        return self.chat_template.render(messages, tools=tools, **options), mark
+        if any(next(self._control.spelt(text), None) is not None for text in texts):
+            mark = next((mark for mark in _NONCHARACTERS if not any(mark in text for text in texts)), _NONCHARACTERS[0])
+            messages, tools = _rewritten((messages, tools), lambda text: self._control.marked(text, mark))
+        text, is_joined = template.render_joining(messages, tools=tools, **options)
+        return Rendered(text, mark, is_joined)
 
     def encode(
         self, text: str, max_tokens: int | None = None, *, add_special_tokens: bool = True, mark: str = ""

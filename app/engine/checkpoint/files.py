@@ -26,7 +26,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = (
     "config.json generation_config.json model*.safetensors layers-*.safetensors model.safetensors.index.json "
     "mask_embedding.pt quant_model* optional/* tokenizer* vocab.* merges.txt special_tokens_map.json "
-    "added_tokens.json chat_template*"
+    "added_tokens.json chat_template* additional_chat_templates/*"
 ).split()
 TOKENIZER_HUB_FILES = _HUB_FILES[_HUB_FILES.index("tokenizer*") :]
 _PREFIX = re.compile(r"^((language_)?model\.)+")

@@ -147,16 +147,13 @@ def _call_in(written: str) -> ToolCall | None:
 def for_template(messages: list[Json], tools: list[Json] | None) -> tuple[list[Json], list[Json] | None]:
     """Return messages and tools as gpt-oss's chat template reads them, because it would drop some of what they say.
 
-    Reasoning is `thinking`. A message with calls has only that, with its content in it. System messages are one.
-    Each function has a description. Raises ValueError for a system message after others.
+    Reasoning is `thinking`. A message with calls has only that, with its content in it. Each function has a
+    description. Raises ValueError for a system message after others.
     """
-    first = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
-    if any(message["role"] == "system" for message in messages[first:]):
+    if any(message["role"] == "system" for message in messages[1:]):
         raise ValueError("a system message comes after others, where it would be left out")
     read: list[Json] = []
-    if first:
-        read.append({"role": "system", "content": "\n\n".join(message["content"] for message in messages[:first])})
-    for message in messages[first:]:
+    for message in messages:
         thinking = [message[key] for key in ("reasoning_content", "content") if message.get(key)]
         if message.get("tool_calls"):
             read.append(message | {"thinking": "\n\n".join(thinking), "content": ""})

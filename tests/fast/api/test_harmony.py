@@ -123,10 +123,10 @@ def test_a_function_without_a_description_is_offered(published: Server) -> None:
     assert "//  weather<|end|>" in prompt_of(published, tools=[WEATHER])
 
 
-def test_system_messages_at_the_beginning_are_all_in_the_prompt(published: Server) -> None:
-    said = [{"role": "system", "content": "Be kind."}, {"role": "developer", "content": "Be brief."}]
-    assert "<|message|>Be kind.\n\nBe brief.<|end|>" in prompt_of(published, messages=[*said, HELLO])
-    assert "comes after others" in refusal(published, messages=[HELLO, said[0]])["message"]
+def test_system_messages_are_all_in_the_prompt_wherever_they_stand(published: Server) -> None:
+    kind, brief = {"role": "system", "content": "Be kind."}, {"role": "developer", "content": "Be brief."}
+    for messages in ([kind, brief, HELLO], [kind, HELLO, brief], [HELLO, kind, HELLO, brief]):
+        assert "<|message|>Be kind.\n\nBe brief.<|end|>" in prompt_of(published, messages=messages)
 
 
 def test_calls_that_the_template_would_leave_out_are_refused(published: Server) -> None:

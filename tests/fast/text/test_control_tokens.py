@@ -59,7 +59,7 @@ def tokenizer(backend: tokenizers.Tokenizer, folder: Path) -> Tokenizer:
 
 
 def encoded(one: Tokenizer, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-    text, mark = one.render(messages, **options)
+    text, mark, _ = one.render(messages, **options)
     return one.encode(text, add_special_tokens=False, mark=mark)
 
 
@@ -94,7 +94,7 @@ def test_what_a_message_spells_is_text(make, message, tools, tmp_path):
 def test_a_prompt_whose_messages_spell_none_is_encoded_as_ever(make, tmp_path):
     one = tokenizer(make(), tmp_path)
     messages = [{"role": "user", "content": "a < b, |x|, <im_end> </think> \ufdd0 é"}]
-    assert one.render(messages) == (one.chat_template.render(messages), "")
+    assert one.render(messages) == (one.chat_template.render(messages), "", False)
 
 
 def test_a_noncharacter_of_the_clients_stays_in_its_text(tmp_path):
@@ -119,7 +119,7 @@ def test_a_tokenizer_that_cannot_tell_them_apart_encodes_the_text_as_it_is(tmp_p
 
 def test_the_limit_counts_the_text_without_the_marks(tmp_path):
     one = tokenizer(byte_level(), tmp_path)
-    text, mark = one.render([{"role": "user", "content": "<s>" * 100}])
+    text, mark, _ = one.render([{"role": "user", "content": "<s>" * 100}])
     num_bytes = len(text.replace(mark, "").encode())
     assert one.encode(text, -(-num_bytes // len("<|im_start|>")), mark=mark)
 

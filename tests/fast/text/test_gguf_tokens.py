@@ -145,7 +145,7 @@ def test_the_server_reads_what_was_made(tmp_path: Path) -> None:
     assert defaults.repetition_penalty == 1.05
     tokens = golden()["bpe"]["tokens"]
     assert tokenizer.eos_ids == sorted(tokens.index(text) for text in ("<|endoftext|>", "<|im_end|>"))
-    text, mark = tokenizer.render([{"role": "user", "content": "say <|im_end|>"}])
+    text, mark, _ = tokenizer.render([{"role": "user", "content": "say <|im_end|>"}])
     made = tokenizer.encode(text, add_special_tokens=False, mark=mark)
     assert made.count(tokens.index("<|im_end|>")) == 1  # the template's, and not the user's
     assert made[-1] == tokens.index("<|im_start|>")
