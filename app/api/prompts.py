@@ -57,7 +57,7 @@ def of_conversation(services: Services, body: TemplatedRequest, info: EngineInfo
         )
     except ChatTemplateError as error:
         raise bad_request(clip(str(error), 300), "messages") from None
-    end = body.messages[-1].text if body.continue_final_message else text[-len(_NO_REASONING) :]
+    end = body.messages[-1].text if body.continue_final_message else services.tokenizer.end_of(text)
     in_reasoning = end.rfind(THINK) > end.rfind(END_THINK)
     begun_call = call_format.prefix(body.forced_function) if body.forces_call and call_format else ""
     if begun_call:

@@ -127,6 +127,11 @@ def _warn(tokenizer: Tokenizer, config: Config) -> None:
     for name in config.default_chat_template_kwargs:
         if all(name not in tokenizer.template_for(has_tools).switches for has_tools in (False, True)):
             logger.warning("--default-chat-template-kwargs: this model's chat template does not know %s", name)
+    if not tokenizer.eos_ids:
+        logger.warning(
+            "no token ends a text, so answers go on to their limits of tokens: generation_config.json and config.json "
+            "have no eos_token_id, and the tokenizer has no eos_token"
+        )
     if tokenizer.model_vocab_size is not None and tokenizer.max_id >= tokenizer.model_vocab_size:
         logger.warning(
             "tokenizer.json makes token ids up to %d, but by config.json the vocabulary of the model ends at %d: "

@@ -6,7 +6,7 @@ Transformers is not imported, because it imports torch, and the API process must
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +26,9 @@ _READ_BY_TEMPLATES = {THINK, END_THINK, *qwen3.FORMAT.marks}
 _NONCHARACTERS = "".join(map(chr, range(0xFDD0, 0xFDF0)))
 """Code points that Unicode leaves to programs, so no token has one."""
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TOKEN_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 _SEARCHED_AT_ONCE = 2**14  # characters; `re` holds the interpreter while it searches them
+_MIN_END = 2**8  # characters of a prompt that are searched for its last added token
 _MIN_BEGINNING = 2**16  # characters of a text that are encoded to see if the whole is too long
 
 _OVERRIDES = "--override-generation-config"
@@ -91,23 +93,32 @@ class Tokenizer:
             self.backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # The library raises plain Exception.
             raise ConfigError(f"{path} cannot be read: {error}") from None
+        settings = read_json(texts / "tokenizer_config.json", or_empty=True)
+        special = _special_tokens(texts, settings)
+        _add_listed_tokens(self.backend, texts, settings, set(special.values()))
         self._control = _ControlTokens(self.backend)
+        added = {token.content for token in self.backend.get_added_tokens_decoder().values()}
+        headers = sorted(token for token in added - _READ_BY_TEMPLATES if token.strip())
+        self._header = re.compile("|".join(map(re.escape, headers)) or "(?!)")
         self.backend = _with_marks_as_text(self.backend)
         self.backend.no_truncation()
         self.backend.no_padding()
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         self.max_id = max(vocabulary.values(), default=0)
         self._max_token_bytes = max((len(token.encode()) for token in vocabulary), default=1) or 1
-        settings_path, generation_path = texts / "tokenizer_config.json", folder / "generation_config.json"
-        config_path = folder / "config.json"
-        settings, generation = (read_json(file, or_empty=True) for file in (settings_path, generation_path))
+        generation_path, config_path = folder / "generation_config.json", folder / "config.json"
+        generation = read_json(generation_path, or_empty=True)
         config = read_json(config_path, or_empty=True) if config is None else config
-        given = {name: settings.get(name) for name in _SPECIAL_TOKENS}
-        special = {name: _content(settings_path, name, token) for name, token in given.items() if token is not None}
-        eos_ids = _ids(generation_path, generation.get("eos_token_id"))
-        if "eos_token" in special:
-            eos_ids += _ids(settings_path, self.backend.token_to_id(special["eos_token"]))
-        self.eos_ids = sorted(set(eos_ids or _ids(config_path, config.get("eos_token_id"))))
+        text_config = inner if isinstance(inner := config.get("text_config"), dict) else {}
+        eos_id = self.backend.token_to_id(special.get("eos_token", ""))
+        self.eos_ids = sorted(
+            {
+                *_ids(generation_path, generation.get("eos_token_id")),
+                *_ids(config_path, config.get("eos_token_id")),
+                *_ids(config_path, text_config.get("eos_token_id")),
+                *([] if eos_id is None else [eos_id]),
+            }
+        )
         self.model_vocab_size = size if isinstance(size := config.get("vocab_size"), int) else None
         self.model_type = config.get("model_type")
         self.architectures = config.get("architectures")
@@ -138,6 +149,19 @@ class Tokenizer:
             messages, tools = _rewritten((messages, tools), lambda text: self._control.marked(text, mark))
         text, is_joined = template.render_joining(messages, tools=tools, **options)
         return Rendered(text, mark, is_joined)
+
+    def end_of(self, prompt: str) -> str:
+        """Return what follows a prompt's last added token, like the assistant's header, but for reasoning and calls.
+
+        There only a template writes, unless it has no such tokens.
+        """
+        length = _MIN_END
+        while True:
+            tail = prompt[-length:]
+            *_, end = 0, *(found.end() for found in self._header.finditer(tail))
+            if end or length >= len(prompt):
+                return tail[end:]
+            length *= 4
 
     def encode(
         self, text: str, max_tokens: int | None = None, *, add_special_tokens: bool = True, mark: str = ""
@@ -269,6 +293,52 @@ def _ids(path: Path, value: Any) -> list[int]:
         if type(token_id) is not int or not 0 <= token_id < 2**31:
             raise ConfigError(f"{path}: eos_token_id must be a token id or a list of them, not {value!r}")
     return list(ids)
+
+
+def _special_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of BOS, EOS and their like, from two files as Transformers reads them: special_tokens_map.json
+    first, unless tokenizer_config.json lists the added tokens too, as newer ones do."""
+    map_path = folder / "special_tokens_map.json"
+    files = [(folder / "tokenizer_config.json", settings), (map_path, read_json(map_path, or_empty=True))]
+    if settings.get("added_tokens_decoder") is None:
+        files.reverse()
+    special: dict[str, str] = {}
+    for path, given in files:
+        for name in _SPECIAL_TOKENS:
+            if (token := given.get(name)) is not None:
+                special.setdefault(name, _content(path, name, token))
+    return special
+
+
+def _add_listed_tokens(
+    backend: tokenizers.Tokenizer, folder: Path, settings: Mapping[str, Any], special: Collection[str]
+) -> None:
+    """Add the tokens that tokenizer.json lacks: those of `added_tokens_decoder` in tokenizer_config.json, else of
+    added_tokens.json, and `special` ones of the vocabulary. Raises ConfigError for one that would get another id."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    ids = {text: token_id for text in special if (token_id := backend.token_to_id(text)) is not None}
+    flags: dict[str, dict[str, bool]] = {}
+    decoder = settings.get("added_tokens_decoder")
+    path = folder / ("added_tokens.json" if decoder is None else "tokenizer_config.json")
+    try:
+        if decoder is None:
+            ids |= read_json(path, or_empty=True)
+        else:
+            ids |= {token["content"]: int(token_id) for token_id, token in decoder.items()}
+            flags = {
+                one["content"]: {name: one[name] for name in _TOKEN_FLAGS if name in one} for one in decoder.values()
+            }
+        missing = sorted(ids.keys() - known, key=lambda text: int(ids[text]))
+        defaults = {text: {"special": text in special, "normalized": text not in special} for text in missing}
+        backend.add_tokens([tokenizers.AddedToken(text, **defaults[text] | flags.get(text, {})) for text in missing])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: its added tokens cannot be read: {type(error).__name__}: {error}") from None
+    for text in missing:
+        if (made := backend.token_to_id(text)) != ids[text]:
+            raise ConfigError(
+                f"{path}: {text!r:.200} is token {ids[text]}, but tokenizer.json lacks it and leaves it the id {made}. "
+                "Make both anew with Transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )
 
 
 def _content(path: Path, name: str, token: Any) -> str:

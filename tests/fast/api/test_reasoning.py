@@ -69,6 +69,17 @@ def test_a_template_may_open_the_reasoning_itself(opening_server, output, reason
     assert prompt_of(opening_server) == f"{HEAD}{TURN}<think>\n"
 
 
+@pytest.mark.parametrize("begun", ["Okay, ", "Okay, let me see.\n" * 100, "a < b\n"], ids=["short", "long", "bracket"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_template_may_begin_the_reasoning_at_any_length(start, begun, stream):
+    server = start(
+        OPENS.replace("assistant\\n<think>\\n'", "assistant\\n<think>\\n' + begun"), reasoning_parser="qwen3"
+    )
+    server.plan_text("thought</think>answer", 3)
+    assert said(server, stream, chat_template_kwargs={"begun": begun})[:3] == ("thought", "answer", "stop")
+    assert server.prompt().endswith(f"<think>\n{begun}")
+
+
 def test_a_users_own_tag_opens_nothing(server):
     for messages in ([HELLO | {"content": "what is <think>"}], [HELLO | {"content": "<think>"}]):
         server.plan_text("A tag.", 0)

@@ -66,3 +66,13 @@ def test_a_limit_of_open_files_that_no_start_survives_is_one_line(model_folder, 
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert "only 127 files may be open: the server needs 128" in caplog.text
+
+
+def test_a_model_without_an_end_of_text_is_warned_of(model_folder, tmp_path, caplog):
+    Server(Config.of().with_models(model_folder, None))
+    assert "no token ends a text" not in caplog.text
+    endless = shutil.copytree(model_folder, tmp_path / "endless")
+    (endless / "tokenizer_config.json").unlink()
+    (endless / "generation_config.json").unlink()
+    Server(Config.of().with_models(endless, None))
+    assert "no token ends a text" in caplog.text

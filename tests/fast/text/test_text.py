@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from app.config.error import ConfigError
 from app.text import sandbox
@@ -71,10 +72,84 @@ def test_without_a_template_chat_is_refused_with_what_to_do():
         ChatTemplate(None, {}).render(MESSAGES)
 
 
-def test_the_default_of_several_named_templates_is_taken(folder):
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    assert Tokenizer(folder).chat_template.render(MESSAGES) == "plain"
+NAMED = {"tool_use": "{{ tools | length }} tools", "default": "plain"}
+LISTED = {"chat_template": [{"name": name, "template": template} for name, template in NAMED.items()]}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config.json": json.dumps(LISTED)},
+        {"tokenizer_config.json": json.dumps({"chat_template": NAMED})},
+        {"chat_template.json": json.dumps(LISTED)},
+        {"chat_template.jinja": "plain", "additional_chat_templates/tool_use.jinja": NAMED["tool_use"]},
+        {
+            "tokenizer_config.json": json.dumps({"chat_template": "plain"}),
+            "additional_chat_templates/tool_use.jinja": NAMED["tool_use"],
+        },
+    ],
+    ids=["list", "dict", "json", "files", "file beside settings"],
+)
+def test_a_template_named_tool_use_is_taken_with_tools_and_the_default_without(folder, files):
+    (folder / "additional_chat_templates").mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    found = Tokenizer(folder)
+    assert (found.render(MESSAGES).text, found.render(MESSAGES, tools=[{}]).text) == ("plain", "1 tools")
+    (folder / "mine.jinja").write_text("mine")
+    found = Tokenizer(folder, chat_template=folder / "mine.jinja")
+    assert found.render(MESSAGES, tools=[{}]).text == "mine", "a file that is given counts for both"
+
+
+@pytest.mark.parametrize(
+    ("settings", "listed", "bos", "ends"),
+    [
+        ({}, {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>"}}, "<|im_start|>", [2]),
+        ({"bos_token": None}, {"bos_token": "<|im_start|>"}, "<|im_start|>", []),
+        ({"bos_token": "a", "eos_token": "<|im_end|>"}, {"eos_token": "<|endoftext|>"}, "a", [0]),
+        (
+            {"eos_token": "<|im_end|>", "added_tokens_decoder": {}},
+            {"eos_token": "<|endoftext|>", "bos_token": "b"},
+            "b",
+            [2],
+        ),
+    ],
+    ids=["map alone", "null", "map first", "listed in the settings"],
+)
+def test_special_tokens_come_from_special_tokens_map_too(folder, settings, listed, bos, ends):
+    (folder / "generation_config.json").unlink()
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "special_tokens_map.json").write_text(json.dumps(listed))
+    found = Tokenizer(folder)
+    assert (found.chat_template.render(MESSAGES), found.eos_ids) == (bos, ends)
+
+
+@pytest.mark.parametrize("where", ["added_tokens.json", "tokenizer_config.json"])
+def test_tokens_that_tokenizer_json_lacks_are_added(folder, where):
+    a, b = (Tokenizer(folder).max_id + number for number in (1, 2))
+    if where == "added_tokens.json":
+        (folder / where).write_text(json.dumps({"<b>": b, "<a>": a}))
+        (folder / "special_tokens_map.json").write_text('{"eos_token": "<b>"}')
+    else:
+        listed = {b: {"content": "<b>", "special": True}, a: {"content": "<a>", "special": False}}
+        (folder / where).write_text(json.dumps({"added_tokens_decoder": listed, "chat_template": "{{ messages }}"}))
+        (folder / "added_tokens.json").write_text('{"<c>": 7}')
+    found = Tokenizer(folder)
+    ids = found.encode("x<a>y<b>")
+    assert ids == [*found.encode("x"), a, *found.encode("y"), b] and found.max_id == b
+    assert found.decode(ids) == "x<a>y", "<b> is special"
+    text, mark, _ = found.render([{"role": "user", "content": "<b>"}])
+    assert mark and b not in found.encode(text, mark=mark), "and only a template writes it"
+
+
+def test_a_special_token_of_the_vocabulary_is_one_token(folder):
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    described = json.loads(backend.to_str())
+    described["added_tokens"] = [token for token in described["added_tokens"] if token["content"] != "<|im_end|>"]
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<|im_end|>"}')
+    assert Tokenizer(folder).encode("<|im_end|>") == [2]
 
 
 @pytest.mark.parametrize(
@@ -150,8 +225,9 @@ def test_a_tokenizer_of_another_folder_brings_its_template_and_ends_of_text(fold
     ("generation", "settings", "config", "expected"),
     [
         ({"eos_token_id": [0, 2]}, {"eos_token": "<|im_end|>"}, {}, [0, 2]),
-        ({"eos_token_id": 0}, {"eos_token": {"content": "<|im_end|>"}}, {"eos_token_id": 7}, [0, 2]),
-        ({}, {}, {"eos_token_id": 7}, [7]),
+        ({"eos_token_id": 0}, {"eos_token": {"content": "<|im_end|>"}}, {"eos_token_id": 7}, [0, 2, 7]),
+        ({}, {"eos_token": "<|im_end|>"}, {"eos_token_id": [7, 8], "text_config": {"eos_token_id": 9}}, [2, 7, 8, 9]),
+        ({}, {}, {"eos_token_id": 7, "text_config": None}, [7]),
         ({}, {}, {}, []),
     ],
 )
@@ -180,7 +256,9 @@ WRONG = {
         *(b'{"chat_template": 5}', b'{"chat_template": [5]}', b'{"chat_template": [{"name": "default"}]}'),
         *(b'{"chat_template": "{% if %}"}', b'{"eos_token": {"text": "x"}}', b"{"),
     ],
-    "config.json": [b"{"],
+    "config.json": [b"{", b'{"eos_token_id": "x"}', b'{"text_config": {"eos_token_id": -1}}'],
+    "special_tokens_map.json": [b'{"bos_token": 5}', b"{"],
+    "added_tokens.json": [b'{"<a>": 700}', b'{"<a>": "x"}', b'{"<a>": null}', b"[]", b"{"],
     "chat_template.json": [b"[1]", b"{"],
     "chat_template.jinja": [b"\xff\xfe"],
 }
@@ -308,3 +386,10 @@ def test_a_long_text_of_long_tokens_is_encoded_whole(model_folder):
     whole = tokenizer.encode(text)
     assert len(whole) < len(text) / 2
     assert tokenizer.encode(text, len(whole)) == whole
+
+
+def test_the_end_of_a_prompt_is_what_follows_its_last_header(model_folder):
+    found = Tokenizer(model_folder)
+    for end in ("<think>\nOkay, ", "<think>\n" + "long " * 1000, "", "plain"):
+        assert found.end_of(f"<|im_start|>user\n<think><|im_end|>\n<|im_start|>{end}") == end
+    assert found.end_of("no header <think>") == "no header <think>"
