@@ -213,7 +213,7 @@ def warn_of_prompt(body: TemplatedRequest, services: Services, is_joined: bool) 
         why = f"{_NO_PLACE} reasoning: it is not in the prompt."
         warnings.append(_warning("reasoning_left_out", thoughts[0], why))
     if is_joined:
-        moved = next(i for i, message in enumerate(body.messages) if i and message.role in ("system", "developer"))
+        moved = next((i for i, one in enumerate(body.messages) if i and one.role in ("system", "developer")), 0)
         why = "This model's chat template takes one system message, at the beginning: this one was joined to it."
         warnings.append(_warning("system_messages_joined", f"messages.{moved}", why))
     if body.forces_call and (on := _fields_that_turn(body, True)):
