@@ -1,6 +1,7 @@
 """`n` choices of a prompt: each is a request of the engine's, and together they are one answer."""
 
 import json
+
 import pytest
 
 from app.api.generate import seed_of_choice
