@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 from app.api.errors import AnswerWarning, ApiError
 from app.api.schemas import StreamOptions
 from app.api.stream import Choices, Piece, Reason, Usage
-from app.text.parsers import Parsed, ToolCall
+from app.text.parsers.base import Parsed, ToolCall
 
 Payload = dict[str, Any]
 TextReason = Literal["stop", "length"]
@@ -177,13 +177,21 @@ class ChatAnswers(ChoiceAnswers):
         return {"delta": {"role": "assistant", "content": ""}}
 
     def _payloads(self, piece: Piece) -> list[Payload]:
-        content, reasoning, calls = Parsed.joined(piece.parts)
+        texts: dict[str, list[str]] = {"reasoning": [], "content": []}
+        calls: dict[int, Payload] = {}  # by index: the beginning of a call, or more of its arguments
+        index = piece.num_earlier_calls - 1
+        for kind, text in piece.parts:
+            if kind in texts:
+                texts[kind].append(text)
+            elif kind == "call":
+                index += 1
+                calls[index] = {"index": index, **_tool_call(ToolCall(text, ""))}
+            elif kind == "arguments":
+                calls.setdefault(index, {"index": index, "function": {}})["function"]["arguments"] = text
         delta = {
-            "reasoning_content": reasoning,
-            "content": content,
-            "tool_calls": [
-                {**_tool_call(call), "index": index} for index, call in enumerate(calls, piece.num_earlier_calls)
-            ],
+            "reasoning_content": "".join(texts["reasoning"]),
+            "content": "".join(texts["content"]),
+            "tool_calls": list(calls.values()),
         }
         return [{"delta": {field: value}} for field, value in delta.items() if value]
 
@@ -199,7 +207,7 @@ class CompletionAnswers(ChoiceAnswers):
         choices: list[TextChoice] = [
             {
                 "index": piece.index,
-                "text": self._echo(piece.index) + Parsed.joined(piece.parts).content,
+                "text": self._echo(piece.index) + Parsed.of(piece.parts).content,
                 "finish_reason": _text_reason(piece),
                 **_ending(piece),
             }
@@ -214,12 +222,12 @@ class CompletionAnswers(ChoiceAnswers):
         return {"text": self._echoed[index]} if self._echoed else None
 
     def _payloads(self, piece: Piece) -> list[Payload]:
-        content = Parsed.joined(piece.parts).content
+        content = Parsed.of(piece.parts).content
         return [{"text": content}] if content else []
 
 
 def _message(piece: Piece) -> AnswerMessage:
-    content, reasoning, calls = Parsed.joined(piece.parts)
+    content, reasoning, calls = Parsed.of(piece.parts)
     message: AnswerMessage = {"role": "assistant", "content": content}
     if reasoning:
         message["reasoning_content"] = reasoning

@@ -197,9 +197,8 @@ def _choice(received: Received[GenerationRequest], prompt: Prompt, deltas: Reque
             call_format.parser(body.offered_tools) if call_format else None,
             shows_reasoning=body.include_reasoning is not False,
             max_calls=1 if body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool) else None,
+            begun_call=prompt.begun_call,
         )
-        if prompt.begun_call:
-            parser.push(prompt.begun_call)
     return Choice(
         index,
         deltas,

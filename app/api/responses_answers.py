@@ -3,7 +3,8 @@
 import itertools
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
@@ -12,7 +13,6 @@ from app.api.answers import Warnings, event
 from app.api.errors import ApiError
 from app.api.responses_schemas import ChosenFunction, ResponsesRequest
 from app.api.stream import Choices, CompletionTokensDetails, Piece, PromptTokensDetails, Reason
-from app.text.parsers import ToolCall
 from app.text.tokenizer import GenerationDefaults
 
 Event = dict[str, Any]
@@ -123,7 +123,7 @@ class ResponseAnswers:
         }
         self._numbers = itertools.count()
         self._output: list[OutputItem] = []
-        self._open: _TextItem | None = None
+        self._open: _TextItem | _CallItem | None = None
         self._reason: Reason | None = None
 
     def whole(self, pieces: Sequence[Piece]) -> ResponseBody:
@@ -157,47 +157,37 @@ class ResponseAnswers:
 
     def _read(self, piece: Piece) -> Iterator[Event]:
         self._reason = piece.finish_reason
-        for content, reasoning, calls in piece.parts:
-            if reasoning:
-                yield from self._write("reasoning_text", reasoning)
-            if content:
-                yield from self._write("output_text", content)
-            for call in calls:
-                yield from self._close("completed")
-                yield from self._call(call)
+        for kind, text in piece.parts:
+            if kind == "reasoning":
+                yield from self._write("reasoning_text", text)
+            elif kind == "content":
+                yield from self._write("output_text", text)
+            elif kind == "call":
+                yield from self._begin_item(partial(_CallItem, text))
+            elif kind == "arguments":
+                assert self._open is not None
+                yield self._open.write(text)
+            else:
+                yield from self._close("completed" if kind == "whole" else "incomplete")
 
     def _write(self, kind: Kind, text: str) -> Iterator[Event]:
         """Write text to the open item, or to a new one if the open one is of another kind."""
         if self._open is None or self._open.kind != kind:
-            yield from self._close("completed")
-            self._open = _TextItem(kind, len(self._output))
-            yield from self._open.begin()
-        if text:
+            yield from self._begin_item(partial(_TextItem, kind))
+        if text and self._open is not None:
             yield self._open.write(text)
+
+    def _begin_item(self, make: "Callable[[int], _TextItem | _CallItem]") -> Iterator[Event]:
+        """Begin an item, made for its index, after the one that is open."""
+        yield from self._close("completed")
+        self._open = make(len(self._output))
+        yield from self._open.begin()
 
     def _close(self, status: Status) -> Iterator[Event]:
         if self._open is not None:
             yield from self._open.end(status)
             self._output.append(self._open.item(status))
             self._open = None
-
-    def _call(self, call: ToolCall) -> Iterator[Event]:
-        """Write a call, which comes whole."""
-        index, kind = len(self._output), "response.function_call_arguments"
-        item: OutputCall = {
-            "id": _new_id("fc"),
-            "type": "function_call",
-            "status": "completed",
-            "call_id": _new_id("call"),
-            "name": call.name,
-            "arguments": call.arguments,
-        }
-        position = {"item_id": item["id"], "output_index": index}
-        yield _item_event("added", index, {**item, "status": "in_progress", "arguments": ""})
-        yield {"type": f"{kind}.delta", **position, "delta": call.arguments}
-        yield {"type": f"{kind}.done", **position, "name": call.name, "arguments": call.arguments}
-        yield _item_event("done", index, item)
-        self._output.append(item)
 
     def _finish(self) -> Iterator[Event]:
         """End the open item and the response. A complete answer without text and calls has an empty message."""
@@ -236,6 +226,42 @@ class ResponseAnswers:
             "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
         }
+
+
+class _CallItem:
+    """Call of a function, the item at `index`, whose arguments are being written."""
+
+    kind = "function_call"
+
+    def __init__(self, name: str, index: int) -> None:
+        self._id, self._call_id, self._name = _new_id("fc"), _new_id("call"), name
+        self._index = index
+        self._texts: list[str] = []
+        self._position = {"item_id": self._id, "output_index": index}
+
+    def item(self, status: Status) -> OutputCall:
+        """Return the item as far as it is written."""
+        return {
+            "id": self._id,
+            "type": "function_call",
+            "status": status,
+            "call_id": self._call_id,
+            "name": self._name,
+            "arguments": "".join(self._texts),
+        }
+
+    def begin(self) -> Iterator[Event]:
+        yield _item_event("added", self._index, {**self.item("incomplete"), "status": "in_progress"})
+
+    def write(self, text: str) -> Event:
+        self._texts.append(text)
+        return {"type": "response.function_call_arguments.delta", **self._position, "delta": text}
+
+    def end(self, status: Status) -> Iterator[Event]:
+        item = self.item(status)
+        done = {"name": item["name"], "arguments": item["arguments"]}
+        yield {"type": "response.function_call_arguments.done", **self._position, **done}
+        yield _item_event("done", self._index, item)
 
 
 class _TextItem:

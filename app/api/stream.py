@@ -20,7 +20,8 @@ from app.engine_client.client import EngineClient
 from app.engine_client.request_stream import RequestStream, Timeline
 from app.messages import FinishReason, TokenDelta
 from app.text.detokenizer import Detokenizer
-from app.text.parsers import OutputParser, Parsed
+from app.text.parsers import OutputParser
+from app.text.parsers.base import Part, joined
 
 KEEP_ALIVE_SECONDS = 15.0
 _CHECKS_PER_KEEP_ALIVE = 5
@@ -51,8 +52,8 @@ class Piece:
     """New part of the choice `index`."""
 
     index: int
-    parts: Sequence[Parsed] = ()  # in the order of the output
-    num_earlier_calls: int = 0  # tool calls of earlier pieces
+    parts: Sequence[Part] = ()  # in the order of the output
+    num_earlier_calls: int = 0  # that began in earlier pieces
     steps: Sequence[dict[str, Any]] = ()  # if the client wants them: drafts `verified`, `accepted`, texts of `tokens`
     finish_reason: Reason | None = None  # of the last piece only
     is_first: bool = False
@@ -113,16 +114,16 @@ class Choice:
         """Return the piece of a delta. Tokens after the end of the answer are not read."""
         detokenizer, parser = self.detokenizer, self.parser
         texts: list[str] = []
-        parts: list[Parsed] = []
-        num_earlier = len(parser.calls)
+        parts: list[Part] = []
+        num_earlier = parser.num_calls
         token_ids: list[int] = []
         is_over = False
         for token_ids, finish in self._tokens(delta):
             is_before_content = parser.is_before_content
             text = detokenizer.push(token_ids, finish)
-            parsed = parser.push_in_order(text)
+            parsed = parser.push(text)
             is_hidden = is_before_content and not parser.shows_reasoning
-            texts.append("".join(part.content for part in parsed) if is_hidden else text)
+            texts.append("".join(part.text for part in parsed if part.kind == "content") if is_hidden else text)
             parts += parsed
             if is_before_content:
                 self.num_before_content = detokenizer.num_tokens
@@ -132,12 +133,13 @@ class Choice:
         if is_over:
             self.deltas.timeline.tokens = detokenizer.num_tokens  # fewer than the engine's after a stop string
             self.deltas.close(detokenizer.finish_reason or "stop")
-            parts.append(parser.finish())
-            ended = cast(Reason, detokenizer.finish_reason)  # `take` has raised for "error" and "abort"
-            reason = "tool_calls" if parser.has_all_calls or (ended == "stop" and parser.calls) else ended
+            ended = cast(Reason, detokenizer.finish_reason or "stop")  # `take` has raised for "error" and "abort"
+            parts += parser.finish(is_cut=ended == "length")
+            is_called = parser.has_whole_calls and (parser.has_all_calls or ended == "stop")
+            reason = "tool_calls" if is_called else ended
         is_first, self.has_begun = not self.has_begun, True
         steps = self._steps(delta, texts) if self.with_steps and delta.token_ids else ()
-        piece = Piece(self.index, Parsed.in_order(parts), num_earlier, steps, reason, is_first)
+        piece = Piece(self.index, joined(parts), num_earlier, steps, reason, is_first)
         if detokenizer.finish_reason != "stop":
             return piece
         matched = detokenizer.stop_string or next(reversed(token_ids), None)
@@ -214,7 +216,7 @@ class Choices:
         """
         num_new = sum(line.tokens for line in self.timelines)
         cached = sum(line.cached_tokens for line in self.timelines[:: self.num_per_prompt])
-        reasoned = [one for one in self._choices if one.parser.reasoning and one.parser.reasoning.has_reasoned]
+        reasoned = [one for one in self._choices if one.parser.reasoning.has_reasoned]
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": num_new,
@@ -239,10 +241,7 @@ class Choices:
             async for pieces in arriving:
                 for piece in pieces:
                     parts[piece.index].append(piece)
-        return [
-            replace(pieces[-1], parts=Parsed.in_order([part for piece in pieces for part in piece.parts]))
-            for pieces in parts
-        ]
+        return [replace(pieces[-1], parts=joined(part for piece in pieces for part in piece.parts)) for pieces in parts]
 
     async def pieces(self, pause: float | None = None) -> AsyncGenerator[list[Piece], None]:
         """Yield the new pieces of all choices until all have finished, and none after `pause` seconds without any.

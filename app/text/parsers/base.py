@@ -3,9 +3,10 @@
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from itertools import groupby
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 Json = dict[str, Any]
 SPACE = " \t\r\n"
@@ -14,42 +15,57 @@ TEXT = r"[ \t\r\n]+|[^< \t\r\n](?:[^<]*[^< \t\r\n])?|<"
 """Pattern of the lexemes of text, which a `<` begins or ends."""
 
 
+class Part(NamedTuple):
+    """A certain part of an output.
+
+    A "call" begins a call of the function `text`. Its "arguments" follow as they are written, and then it is "whole",
+    or "broken": the output was cut there, or its arguments are no JSON.
+    """
+
+    kind: Literal["reasoning", "content", "call", "arguments", "whole", "broken"]
+    text: str = ""
+
+
+def joined(parts: Iterable[Part]) -> list[Part]:
+    """Return the parts in their order, neighbours of one kind as one."""
+    return [Part(kind, "".join(part.text for part in group)) for kind, group in groupby(parts, lambda part: part.kind)]
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One whole call. `arguments` is the JSON text of an object."""
+    """One call. If it `is_whole`, `arguments` is the JSON text of an object, else maybe the beginning of one."""
 
     name: str
     arguments: str
+    is_whole: bool = True
 
 
 class Parsed(NamedTuple):
-    """The certain part of one piece of output. Only `OutputParser.push_in_order` has its content before its calls."""
+    """A whole output, without the order of its parts."""
 
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
 
     @classmethod
-    def joined(cls, parts: Sequence["Parsed"]) -> "Parsed":
-        return cls(
-            "".join(part.content for part in parts),
-            "".join(part.reasoning for part in parts),
-            tuple(call for part in parts for call in part.tool_calls),
-        )
-
-    @classmethod
-    def in_order(cls, parts: Sequence["Parsed"]) -> list["Parsed"]:
-        """Return the parts, joined to as few as keep the order of their texts and calls."""
-        groups: list[list[Parsed]] = [[]]
-        for part in parts:
-            groups[-1].append(part)
-            if part.tool_calls:
-                groups.append([])
-        return [cls.joined(group) for group in groups if group]
+    def of(cls, parts: Iterable[Part]) -> "Parsed":
+        """Return what the parts say together. A call among them has its end there."""
+        texts: dict[str, list[str]] = {"content": [], "reasoning": [], "arguments": []}
+        calls: list[ToolCall] = []
+        name = ""
+        for kind, text in parts:
+            if kind == "call":
+                name = text
+            elif kind in texts:
+                texts[kind].append(text)
+            else:
+                calls.append(ToolCall(name, "".join(texts["arguments"]), kind == "whole"))
+                texts["arguments"].clear()
+        return cls("".join(texts["content"]), "".join(texts["reasoning"]), tuple(calls))
 
 
 class Reasoning(Protocol):
-    """Parser of one output into reasoning and content. `has_reasoned` if there was reasoning."""
+    """Parser of the text around calls into reasoning and content. `has_reasoned` if there was reasoning."""
 
     has_reasoned: bool
 
@@ -60,54 +76,99 @@ class Reasoning(Protocol):
     def is_before_content(self) -> bool:
         """True until the content has begun."""
 
+    @property
+    def begins_content(self) -> bool:
+        """True if a text that came now would be the first of the content."""
+
+    def quotes(self, space: str) -> bool:
+        """Return True if a tag behind this white space would be an example, in code of the reasoning."""
+
+    def end(self) -> tuple[str, str]:
+        """Return the held reasoning and content before a call, which ends the reasoning."""
+
     def finish(self) -> tuple[str, str]:
         """Return the held reasoning and content at the end of the output."""
 
 
-class CallParser(ABC):
-    """Parser of one output without its reasoning. The concatenated results depend only on the text.
+class NoReasoning:
+    """Reasoning of an output that has none: all is content."""
 
-    Calls are blocks of lexemes. White space around them is dropped. Other text is content, unchanged.
-    `tags` are the lexemes that may come in pieces, and the first opens a block. `tools` have the schemas of arguments.
+    has_reasoned = is_before_content = False
+
+    def __init__(self) -> None:
+        self.begins_content = True
+
+    def push(self, text: str) -> tuple[str, str]:
+        self.begins_content = self.begins_content and not text.strip(SPACE)
+        return "", text
+
+    def quotes(self, space: str) -> bool:
+        return False
+
+    def end(self) -> tuple[str, str]:
+        return "", ""
+
+    def finish(self) -> tuple[str, str]:
+        return "", ""
+
+
+class CallParser(ABC):
+    """Reader of one output in lexemes, which finds the calls of the functions that `tools` offer.
+
+    Some lexemes may open a call. What follows is held until it is the head of a call of an offered function: then the
+    call is certain, whatever comes. Held text that turns out to be no head is content, like all other text. White space
+    around calls is dropped. What is found goes to `emit` at once, and `reasoning` reads the content. The concatenated
+    parts depend only on the text, and not on its pieces. `tags` are the lexemes that may come in pieces.
     """
 
     tags: ClassVar[tuple[str, ...]]
     lexeme: ClassVar[re.Pattern[str]]
 
     def __init__(self, tools: Sequence[Json] = ()) -> None:
+        self.emit: Callable[[Part], None] = lambda part: None
+        self.reasoning: Reasoning = NoReasoning()
         self._schemas: Json = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
         self._tail = ""  # maybe the beginning of a tag
         self._space: list[str] = []  # white space that is shown only if text follows
-        self._after_call = False
-        self._block: list[str] = []  # of a call that is being written, its opening tag included
-        self._content: list[str] = []
-        self._calls: list[ToolCall] = []
+        self._head: list[str] = []  # of what may become a call
+        self._in_call = self._after_call = self._is_quoted = False
+        self._is_first = True  # neither text nor a call so far
 
-    def push(self, text: str) -> Parsed:
-        """Return what this piece makes certain, often nothing."""
+    def push(self, text: str) -> None:
+        """Read a piece."""
         text = self._tail + text
         cut = len(text) - self._num_held(text)
         self._tail = text[cut:]
         self._read(text[:cut])
-        return self._release()
 
-    def finish(self) -> Parsed:
-        """Return the held text at the end of the output. No push may follow."""
-        if self._block:
-            self._finish_block()
+    def finish(self, is_cut: bool) -> None:
+        """Read the held text at the end of the output, where a limit may have cut it. No push may follow."""
+        tail, self._tail = self._tail, ""
+        if self._in_call:
+            self._finish_call(tail, is_cut)
+        elif self._head:
+            self._head.append(tail)
+            self._give_back()
         else:
-            self._read(self._tail)
-        if not self._after_call:
-            self._content += self._space
-        return self._release()
+            self._read(tail)
+        if self._space and not self._after_call:
+            self.emit(Part("content", "".join(self._space)))
 
     @abstractmethod
-    def _extend_block(self, lexeme: str) -> None:
-        """Add a lexeme to the block, and end the block if it is whole."""
+    def _opens(self, lexeme: str) -> bool:
+        """Return True if the lexeme may open a call."""
 
     @abstractmethod
-    def _finish_block(self) -> None:
-        """End the block, with the tail, at the end of the output."""
+    def _extend_head(self, lexeme: str) -> str:
+        """Read a lexeme behind the head. Return the end of it that is to be read again."""
+
+    @abstractmethod
+    def _extend_call(self, lexeme: str) -> str:
+        """Read a lexeme of a call. Return the end of it that is to be read again."""
+
+    @abstractmethod
+    def _finish_call(self, tail: str, is_cut: bool) -> None:
+        """End the call at the end of the output."""
 
     def _num_held(self, text: str) -> int:
         return num_held(text, *self.tags)
@@ -115,39 +176,55 @@ class CallParser(ABC):
     def _is_space(self, lexeme: str) -> bool:
         return lexeme[0] in SPACE
 
-    def _opens(self, lexeme: str) -> bool:
-        return lexeme == self.tags[0]
-
     def _read(self, text: str) -> None:
-        for lexeme in self.lexeme.findall(text):
-            if self._block:
-                self._extend_block(lexeme)
-            elif self._is_space(lexeme):
-                self._space.append(lexeme)
-            elif self._opens(lexeme):
-                self._block = [lexeme]
-            else:
-                self._show(lexeme)
+        at = 0
+        while found := self.lexeme.match(text, at):
+            at = found.end() - len(self._take(found[0]))
+
+    def _take(self, lexeme: str) -> str:
+        if self._in_call:
+            return self._extend_call(lexeme)
+        if self._head:
+            return self._extend_head(lexeme)
+        if self._is_space(lexeme):
+            self._space.append(lexeme)
+        elif self._opens(lexeme):
+            # With a quoted tag the one right behind it is quoted.
+            self._is_quoted = self._is_quoted or self.reasoning.quotes("".join(self._space))
+            (self._show if self._is_quoted else self._begin_head)(lexeme)
+        else:
+            self._is_quoted = False
+            self._show(lexeme)
+        return ""
 
     def _show(self, text: str) -> None:
-        self._content += [*self._space, text]
+        self.emit(Part("content", "".join((*self._space, text))))
         self._space.clear()
-        self._after_call = False
+        self._after_call = self._is_first = False
 
-    def _end_block(self, call: ToolCall | None) -> None:
-        """End the block with its call, or show it as text."""
-        if call is None:
-            self._show("".join(self._block))
-        else:
-            self._calls.append(call)
-            self._space.clear()
-            self._after_call = True
-        self._block = []
+    def _begin_head(self, lexeme: str) -> None:
+        self._head = [lexeme]
 
-    def _release(self) -> Parsed:
-        parsed = Parsed("".join(self._content), "", tuple(self._calls))
-        self._content, self._calls = [], []
-        return parsed
+    def _give_back(self) -> None:
+        """Show the held text, which is no head of a call."""
+        text = "".join(self._head)
+        self._head = []
+        self._show(text)
+
+    def _begin_call(self, name: str) -> None:
+        self.emit(Part("call", name))
+        self._head = []
+        self._space.clear()
+        self._in_call, self._is_first = True, False
+
+    def _argue(self, text: str) -> None:
+        if text:
+            self.emit(Part("arguments", text))
+
+    def _end_call(self, is_whole: bool) -> None:
+        self.emit(Part("whole" if is_whole else "broken"))
+        self._space.clear()
+        self._in_call, self._after_call = False, True
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,22 +251,6 @@ class CallFormat:
         if self.around_name:
             return self.opening + self.around_name.format(function)
         return f'{self.opening}{json.dumps(function, ensure_ascii=False)[1:-1]}", "{self.key}":'
-
-
-def read_call(text: str) -> ToolCall | None:
-    """Return the call in a JSON text, or None if there is none. Models mix up the keys "arguments" and "parameters"."""
-    try:
-        call = json.loads(text)
-        if not isinstance(call, dict) or not isinstance(name := call.get("name"), str):
-            return None
-        written = call.get("arguments", call.get("parameters", {}))
-        arguments = json.loads(written) if isinstance(written, str) else written
-        dumped = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        parsed = ToolCall(name, written if isinstance(written, str) else dumped)
-        (parsed.name + parsed.arguments).encode()  # Raises UnicodeEncodeError for half a surrogate pair.
-    except (ValueError, RecursionError):
-        return None
-    return parsed if isinstance(arguments, dict) else None
 
 
 def num_held(text: str, *tags: str) -> int:

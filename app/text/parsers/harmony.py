@@ -1,16 +1,17 @@
 """Harmony, the format of gpt-oss: messages on channels. Analysis is reasoning, commentary to a function a call."""
 
-import json
 import re
 from enum import Enum, auto
 
-from app.text.parsers.base import TEXT, CallFormat, CallParser, Json, ToolCall, num_held, read_call
+from app.text.parsers.base import TEXT, CallFormat, Json, num_held
+from app.text.parsers.json_calls import JsonCalls
 
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 _ENDS = END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 _OPENING = f"{CHANNEL}commentary to=functions."
-_HEADERS = (CHANNEL, START, MESSAGE, "to=")
+_TO = "to="
+_HEADERS = (CHANNEL, START, MESSAGE, _TO)
 _END = re.compile("|".join(map(re.escape, (*_ENDS, START))))
 _MAX_HEADER = 512
 """Characters before MESSAGE. More are no header: they are shown, and each piece is not searched with all before it."""
@@ -46,6 +47,14 @@ class HarmonyReasoning:
         """True until content or a call has begun."""
         return not self._has_content
 
+    @property
+    def begins_content(self) -> bool:
+        return not self._has_content
+
+    def quotes(self, space: str) -> bool:
+        """Return False: a mark is a token of its own, which no text spells."""
+        return False
+
     def push(self, text: str) -> tuple[str, str]:
         """Return the certain reasoning and the certain content of this piece."""
         text, self._tail = self._tail + text, ""
@@ -56,6 +65,13 @@ class HarmonyReasoning:
             else:
                 text = self._read_body(text, shown)
         return "".join(shown[_Kind.REASONING]), "".join(shown[_Kind.CONTENT])
+
+    def end(self) -> tuple[str, str]:
+        """Return the held text before a call, whose message HarmonyCalls has read. A header comes next."""
+        held = self.finish()
+        self._space.clear()
+        self._kind, self._is_first, self._has_content = _Kind.HEADER, False, True
+        return held
 
     def finish(self) -> tuple[str, str]:
         """Return the held reasoning and content at the end of the output. A header without a message is dropped."""
@@ -121,27 +137,43 @@ class HarmonyReasoning:
         return text[end.end() :]
 
 
-class HarmonyCalls(CallParser):
-    """Parser of content into text and calls, which begin with the header of commentary to a function."""
+class HarmonyCalls(JsonCalls):
+    """Parser of an output into calls and the messages around them, which HarmonyReasoning reads.
 
-    tags = (_OPENING, CALL)
-    lexeme = re.compile(rf"{re.escape(_OPENING)}|{re.escape(CALL)}|{TEXT}")
+    A call is a message whose header names a function. The prompt ends with the beginning of the first header.
+    """
 
-    def _extend_block(self, lexeme: str) -> None:
-        self._block.append(lexeme)
-        if lexeme == CALL:
-            self._end_block(_call_in("".join(self._block[1:-1])))
+    tags = (CHANNEL, MESSAGE, START, CONSTRAIN, *_ENDS)
+    ends = _ENDS
+    lexeme = re.compile(f"{'|'.join(map(re.escape, tags))}|{TEXT}")
 
-    def _finish_block(self) -> None:
-        self._block.append(self._tail)
-        self._end_block(_call_in("".join(self._block[1:])))
+    def _opens(self, lexeme: str) -> bool:
+        return lexeme in (START, CHANNEL) or (self._is_first and _TO.startswith(lexeme[: len(_TO)]))
 
+    def _extend_head(self, lexeme: str) -> str:
+        header = "".join(self._head)
+        is_header = header.startswith((START, CHANNEL)) or _TO.startswith((header + lexeme)[: len(_TO)])
+        is_over = lexeme in (START, *_ENDS) or (lexeme == CHANNEL and CHANNEL in header)
+        if is_over or not is_header or len(header) > _MAX_HEADER:
+            self._give_back()
+            return lexeme
+        self._head.append(lexeme)
+        if lexeme == MESSAGE:
+            recipient = _RECIPIENT.search(header)
+            if recipient and recipient[1] in self._schemas:
+                self._begin_call(recipient[1])
+            else:
+                self._give_back()
+        return ""
 
-def _call_in(written: str) -> ToolCall | None:
-    """Return the call in a message. One without any arguments is of a function without parameters."""
-    header, found, arguments = written.partition(MESSAGE)
-    name = re.match(r"[^\s<]+", header)
-    return read_call(json.dumps({"name": name[0], "arguments": arguments.strip() or "{}"})) if found and name else None
+    def _is_end(self, lexeme: str) -> bool:
+        return lexeme in (START, CHANNEL, *_ENDS)
+
+    def _end_unfinished(self, is_cut: bool) -> None:
+        """End a call without any arguments, which is whole, or in the middle of them."""
+        is_whole = not self._arguments.has_begun and not is_cut
+        self._argue("{}" if is_whole else "")
+        self._end_call(is_whole)
 
 
 def for_template(messages: list[Json], tools: list[Json] | None) -> tuple[list[Json], list[Json] | None]:

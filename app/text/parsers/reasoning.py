@@ -1,5 +1,6 @@
 """Reasoning between <think> and </think>, taken out of an output piece by piece."""
 
+import re
 from enum import Enum, auto
 
 from app.text.parsers.base import SPACE, num_held
@@ -17,7 +18,8 @@ class ReasoningParser:
     """Parser of one output into reasoning and content.
 
     Reasoning opens the output, or the prompt has opened it (`starts_in_reasoning`). Only tags and the white space
-    around them are dropped. `has_reasoned` if there was reasoning.
+    around them are dropped. `has_reasoned` if there was reasoning. A call ends it too, and a closing tag that comes
+    later is dropped.
     """
 
     def __init__(self, starts_in_reasoning: bool = False) -> None:
@@ -26,6 +28,9 @@ class ReasoningParser:
         self._tail = ""  # maybe the beginning of a tag
         self._space: list[str] = []  # white space that is shown only if text follows
         self._drop_space = starts_in_reasoning
+        self._code = _Code()
+        self._may_close = False  # a closing tag may follow a call
+        self._has_content = False
         self.has_reasoned = False
 
     @property
@@ -33,10 +38,23 @@ class ReasoningParser:
         """True until the content has begun."""
         return self._stage is not _Stage.CONTENT
 
+    @property
+    def begins_content(self) -> bool:
+        if self._stage is _Stage.OPENING:
+            return not (self._starts_in_reasoning or self._tail)
+        return self._stage is _Stage.CONTENT and not self._has_content
+
+    def quotes(self, space: str) -> bool:
+        """Return True in a fence of the reasoning, or in a span of code on its last line."""
+        self._code.read(space)
+        return self._stage is _Stage.REASONING and self._code.is_open
+
     def push(self, text: str) -> tuple[str, str]:
         """Return the certain reasoning and the certain content of this piece."""
+        self._code.read(text if self._stage is not _Stage.CONTENT else "")
         text = self._tail + text
-        cut = len(text) - num_held(text, *((THINK, END_THINK) if self._stage is not _Stage.CONTENT else ()))
+        has_tags = self._may_close or self._stage is not _Stage.CONTENT
+        cut = len(text) - num_held(text, *((THINK, END_THINK) if has_tags else ()))
         text, self._tail = text[:cut], text[cut:]
         if self._stage is _Stage.OPENING:
             text = self._open(text)
@@ -49,8 +67,20 @@ class ReasoningParser:
             return reasoning, self._show_content(text)
         return "", self._show_content(text) if self._stage is _Stage.CONTENT else ""
 
+    def end(self) -> tuple[str, str]:
+        """Return the held reasoning and content before a call, which ends the reasoning."""
+        held = self.finish()
+        self._tail = ""
+        self._space.clear()
+        if self._stage is _Stage.REASONING or (self._stage is _Stage.OPENING and self._starts_in_reasoning):
+            self._may_close = self._drop_space = True
+        self._stage, self._has_content = _Stage.CONTENT, True
+        return held
+
     def finish(self) -> tuple[str, str]:
         """Return the held reasoning and content at the end of the output."""
+        if self._stage is _Stage.CONTENT:
+            return "", self._tail
         if self._stage is _Stage.OPENING and not self._starts_in_reasoning:
             return "", "".join(self._space) + self._tail
         return self._show(self._tail), ""
@@ -91,8 +121,48 @@ class ReasoningParser:
         return shown
 
     def _show_content(self, text: str) -> str:
-        text, self._tail = text + self._tail, ""
+        if not self._may_close:
+            text, self._tail = text + self._tail, ""
+        before, end, after = text.partition(END_THINK) if self._may_close else (text, "", "")
+        shown = self._without_space(before)
+        if end:
+            self._may_close, self._drop_space = False, True
+            shown += self._without_space(after + self._tail)
+            self._tail = ""
+        return shown
+
+    def _without_space(self, text: str) -> str:
         if self._drop_space:
             text = text.lstrip(SPACE)
             self._drop_space = not text
+        self._has_content |= bool(text.strip(SPACE))
         return text
+
+
+class _Code:
+    """Markdown's code in a text that comes in pieces: fences, and spans in a line."""
+
+    def __init__(self) -> None:
+        self._in_fence = self._in_span = False
+        self._num_ticks = 0  # at the end of the text
+
+    @property
+    def is_open(self) -> bool:
+        """True if the text ends in code."""
+        self._close_ticks()
+        return self._in_fence or self._in_span
+
+    def read(self, text: str) -> None:
+        for lexeme in re.findall("`+|[^`]+", text):
+            if lexeme[0] == "`":
+                self._num_ticks += len(lexeme)
+            else:
+                self._close_ticks()
+                self._in_span = self._in_span and "\n" not in lexeme
+
+    def _close_ticks(self) -> None:
+        if self._num_ticks >= 3:
+            self._in_fence = not self._in_fence
+        elif self._num_ticks:
+            self._in_span = not self._in_span
+        self._num_ticks = 0

@@ -107,7 +107,7 @@ def prompt_of(server: Server, path: str = "/v1/chat/completions", **fields: Any)
 
 
 class Said(NamedTuple):
-    """The first choice of a chat. `calls` are (name, arguments)."""
+    """The first choice of a chat. `calls` are (name, arguments), with the text of those that are no JSON."""
 
     reasoning: str | None
     content: str
@@ -115,6 +115,13 @@ class Said(NamedTuple):
     calls: list[tuple[str, dict[str, Any]]]
     call_ids: list[str]
     usage: dict[str, Any]
+
+
+def json_or_text(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
 
 
 def said(server: Server, stream: bool = False, **fields: Any) -> Said:
@@ -125,9 +132,12 @@ def said(server: Server, stream: bool = False, **fields: Any) -> Said:
             *chunks, last = events
         choices, usage = [choice for chunk in chunks for choice in chunk.choices if choice.index == 0], last.usage
         parts = [choice.delta for choice in choices]
-        assert [call.index for part in parts for call in part.tool_calls or []] == list(
-            range(sum(len(part.tool_calls or []) for part in parts))
-        )
+        called = [call for part in parts for call in part.tool_calls or []]
+        begun = [call for call in called if call.id]
+        assert [call.index for call in begun] == list(range(len(begun)))
+        for call in called:
+            if not call.id:
+                begun[call.index].function.arguments += call.function.arguments
     else:
         answer = server.openai.chat.completions.create(**ASK, extra_body=fields)
         choices, usage = answer.choices[:1], answer.usage
@@ -136,10 +146,10 @@ def said(server: Server, stream: bool = False, **fields: Any) -> Said:
     contents = [part.content or "" for part in parts]
     if stream:
         assert not any(any(contents[:index]) for index, thought in enumerate(reasoning) if thought)
-    calls = [call for part in parts for call in part.tool_calls or []]
+    calls = begun if stream else parts[0].tool_calls or []
     assert all(call.type == "function" and call.id for call in calls)
     (reason,) = filter(None, (choice.finish_reason for choice in choices))
-    functions = [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+    functions = [(call.function.name, json_or_text(call.function.arguments)) for call in calls]
     ids = [call.id for call in calls]
     return Said("".join(reasoning) or None, "".join(contents), reason, functions, ids, usage.model_dump())
 

@@ -119,9 +119,27 @@ def test_llama_has_its_own_opening(start):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_and_the_limit_end_a_forced_call_too(server, stream):
     server.plan_text(ANSWER)
-    opened = '<tool_call>\n{"name": "weather", "arguments": {"ci'
-    assert ask(server, stream, tool_choice=NAMED, stop='"Bern').content == f'{opened}ty": '
-    assert ask(server, stream, tool_choice=NAMED, max_tokens=5)[1:4] == (opened, "length", [])
+    stopped = ask(server, stream, tool_choice=NAMED, stop='"Bern')
+    assert stopped[1:4] == ("", "stop", [("weather", '{"city": ')])
+    cut = ask(server, stream, tool_choice=NAMED, max_tokens=5)
+    assert cut[1:4] == ("", "length", [("weather", '{"ci')])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "said", "expected"),
+    [
+        ("required", "Bern is fine.", ('<tool_call>\n{"name": "Bern is fine.', "stop", [])),
+        ("required", 'bern", "arguments": {}}', ('<tool_call>\n{"name": "bern", "arguments": {}}', "stop", [])),
+        (NAMED, " Bern", ('<tool_call>\n{"name": "weather", "arguments": Bern', "stop", [])),
+        (NAMED, ' {"city": Bern}}\n</tool_call>', ("", "stop", [("weather", '{"city": Bern}}')])),
+    ],
+)
+def test_a_forced_call_that_is_not_written_is_content_and_a_broken_one_ends_with_stop(
+    server, choice, said, expected, stream
+):
+    server.plan_text(said, 1)
+    assert ask(server, stream, tool_choice=choice)[1:4] == expected
 
 
 # --- with thinking on ------------------------------------------------------------------------------------------------

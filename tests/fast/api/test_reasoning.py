@@ -177,8 +177,32 @@ def test_the_limit_may_fall_into_the_reasoning(server):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_calls_are_taken_from_the_answer_and_never_from_the_reasoning(server, seed):
-    server.plan_text(f"<think>\nmaybe {CALL}?\n</think>\n\n{CALL}", seed)
-    fields = {"tools": [WEATHER]}
-    assert said(server, **fields)[:3] == (f"maybe {CALL}?", "", "tool_calls")
-    assert said(server, True, **fields)[:3] == (f"maybe {CALL}?", "", "tool_calls")
+@pytest.mark.parametrize(
+    ("output", "reasoning", "content", "num_calls"),
+    [
+        (f"<think>\nmaybe {CALL}", "maybe", "", 1),
+        (f"<think>\nmaybe {CALL}\n</think>\n\nSo.", "maybe", "So.", 1),
+        (f"<think>\nmaybe {CALL}\n</think>\n\n{CALL}", "maybe", "", 2),
+        (f"<think>\nmaybe `{CALL}`?\n</think>\n\n{CALL}", f"maybe `{CALL}`?", "", 1),
+        (f"<think>\nas in\n```\n{CALL}\n```\n</think>\n\nSo.", f"as in\n```\n{CALL}\n```", "So.", 0),
+        ("<think>\nI say <tool_call> and\n</think>\n\nSo.", "I say <tool_call> and", "So.", 0),
+    ],
+    ids=["never closed", "closed", "a call in the answer too", "quoted", "fenced", "a tag alone"],
+)
+def test_a_call_of_an_offered_function_ends_the_thought(server, output, reasoning, content, num_calls, seed):
+    reason = "tool_calls" if num_calls else "stop"
+    expected = (reasoning, content, reason, [("weather", {})] * num_calls)
+    server.plan_text(output, seed)
+    for stream in (False, True):
+        assert said(server, stream, tools=[WEATHER])[:4] == expected
+    tools = [{"type": "function", **WEATHER["function"]}]
+    items = server.http.post("/v1/responses", json={"input": "hello", "tools": tools}).json()["output"]
+    assert [item["type"] for item in items].count("function_call") == num_calls
+    assert items[0]["content"][0]["text"] == reasoning
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": [WEATHER], "tool_choice": "none"}], ids=["no tools", "none"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_offered_tools_nothing_in_a_thought_is_a_call(server, fields, stream):
+    server.plan_text(f"<think>\nmaybe {CALL}\n</think>\n\nSo.", 1)
+    assert said(server, stream, **fields)[:4] == (f"maybe {CALL}", "So.", "stop", [])

@@ -7,7 +7,8 @@ from typing import Any
 import openai
 import pytest
 
-from app.text.parsers import FORMATS, OutputParser, Parsed
+from app.text.parsers import FORMATS, OutputParser
+from app.text.parsers.base import joined
 from tests.fast.api.errors import error_of
 from tests.fast.api.served import PATIENCE, Server
 from tests.fast.api.templates import HEAD, HELLO, QWEN, TURN
@@ -141,7 +142,7 @@ def written(item: dict[str, Any], index: int, deltas: list[dict[str, Any]]) -> l
         kind, empty = "response.function_call_arguments", {"arguments": ""}
         done = {"name": item["name"], "arguments": item["arguments"]}
         inner = [
-            {"type": f"{kind}.delta", **place, "delta": item["arguments"]},
+            *({"type": f"{kind}.delta", **place, "delta": event["delta"]} for event in deltas),
             {"type": f"{kind}.done", **place, **done},
         ]
     else:
@@ -174,9 +175,9 @@ def test_the_events_come_in_openais_order_and_carry_each_item_whole(server, outp
     expected = []
     for index, item in enumerate(completed["response"]["output"]):
         deltas = [e for e in inner if e["type"].endswith(".delta") and e["output_index"] == index]
-        if item["type"] != "function_call":
-            assert "".join(event["delta"] for event in deltas) == item["content"][0]["text"]
-            assert all(event["delta"] for event in deltas)
+        text = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        assert "".join(event["delta"] for event in deltas) == text
+        assert all(event["delta"] for event in deltas) or not text
         expected += written(item, index, deltas)
     assert [{k: v for k, v in event.items() if k != "sequence_number"} for event in inner] == expected
 
@@ -193,7 +194,7 @@ def test_the_sdk_reads_whole_and_streamed_answers(server, output):
     assert final.usage == answer.usage
 
 
-SHORT = '<tool_call>{"name": "f"}</tool_call>'
+SHORT = '<tool_call>{"name": "clock"}</tool_call>'
 MIXED = f"a {SHORT} <b>}} {SHORT}c"
 
 
@@ -204,7 +205,7 @@ def test_items_do_not_depend_on_where_a_step_ends(server, stream):
         server.script.plan(*filter(None, (ids[:cut], ids[cut:])))
         answer = streamed(server, **TOOLS)[-1]["response"] if stream else whole(server, **TOOLS)
         told = [item.get("name") or item["content"][0]["text"] for item in answer["output"]]
-        assert told == ["a", "f", " <b>}", "f", "c"]
+        assert told == ["a", "clock", " <b>}", "clock", "c"]
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda each: each.name)
@@ -218,15 +219,49 @@ def test_texts_and_calls_keep_their_order_in_every_format(form):
     }[form.name]
     call = f"{opening}{inner}{end}"
     text = f"One {call}two {{}} <b>{call}{opening}{{"
-    one_step, many_steps = OutputParser(calls=form.parser()), OutputParser(calls=form.parser())
-    whole = Parsed.in_order([*one_step.push_in_order(text), one_step.finish()])
-    pieces = [part for character in text for part in many_steps.push_in_order(character)]
-    assert whole == Parsed.in_order([*pieces, many_steps.finish()])
-    assert [(part.content.strip(), len(part.tool_calls)) for part in whole] == [
-        ("One", 1),
-        ("two {} <b>", 1),
-        (f"{opening}{{", 0),
+    tools = [{"function": {"name": "f"}}]
+    one_step, many_steps = OutputParser(calls=form.parser(tools)), OutputParser(calls=form.parser(tools))
+    whole = joined([*one_step.push(text), *one_step.finish()])
+    pieces = [part for character in text for part in many_steps.push(character)]
+    assert whole == joined([*pieces, *many_steps.finish()])
+    called = [("call", "f"), ("arguments", whole[2].text), ("whole", "")]
+    told = [(kind, part.strip()) for kind, part in whole]
+    assert told == [("content", "One"), *called, ("content", "two {} <b>"), *called, ("content", f"{opening}{{")]
+    assert whole[2].text == ('{"a": {"b": "}"}}' if form.key else '{"a": "}"}')
+
+
+def test_arguments_stream_as_they_are_written(server, background):
+    server.script.by_hand()
+    queue: Queue[dict[str, Any]] = Queue()
+    asked = background.submit(read_events, server, queue, TOOLS)
+    request_id = server.script.see("Submit")["request_id"]
+    steps = ['<tool_call>{"name": "weather", "arguments": {', '"city": "Be', 'rn"}']
+    deltas = []
+    for step in steps:
+        server.script.emit(request_id, server.bytes(step))
+        while (event := queue.get(timeout=PATIENCE))["type"] != "response.function_call_arguments.delta":
+            pass
+        deltas.append(event["delta"])
+    server.script.emit(request_id, [*server.bytes("}</tool_call>"), 2])
+    asked.result()
+    assert deltas == ["{", '"city": "Be', 'rn"}']
+    assert [event["type"] for event in queue.queue] == [
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.completed",
     ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [('{"city": Bern}}</tool_call>', '{"city": Bern}}'), ('{"city": "Be', '{"city": "Be')],
+)
+def test_a_call_whose_arguments_are_no_json_is_incomplete(server, written, arguments, stream):
+    server.plan_text(f'<tool_call>{{"name": "weather", "arguments": {written}', 1)
+    answer = streamed(server, **TOOLS)[-1]["response"] if stream else whole(server, **TOOLS)
+    (item,) = answer["output"]
+    assert (item["status"], item["arguments"], answer["status"]) == ("incomplete", arguments, "completed")
 
 
 def test_text_behind_a_call_is_an_item_of_its_own_in_a_stream(server, background):
@@ -295,6 +330,7 @@ def test_a_tool_loop_sends_the_answers_items_back_as_they_are(server, stream, as
         ("text", 3, ["message"]),
         ("reasoning", 40, ["reasoning"]),
         ("text and a call", 30, ["message"]),
+        ("text and a call", 20, ["message", "function_call"]),
         ("a call and text", 3, ["function_call", "message"]),
     ],
 )

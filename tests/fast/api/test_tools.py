@@ -59,6 +59,9 @@ OUTPUTS = {
 }
 
 
+BROKEN = ["not JSON"]
+
+
 def ask(server: Server, stream: bool = False, **fields: Any) -> Said:
     return said(server, stream, tools=OFFER["tools"], **fields)
 
@@ -108,7 +111,7 @@ def test_streamed_and_whole_answers_agree_wherever_the_steps_end(server, output,
     answer = ask(server)
     server.plan_text(OUTPUTS[output], 2 * seed + 1)
     assert ask(server, stream=True)[:4] == answer[:4]
-    assert answer.finish_reason == ("tool_calls" if answer.calls else "stop")
+    assert answer.finish_reason == ("tool_calls" if answer.calls and output not in BROKEN else "stop")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +122,7 @@ def test_streamed_and_whole_answers_agree_wherever_the_steps_end(server, output,
         ("text before", "Let me see.", [("weather", {"city": 'a < b </tool> "c"'})]),
         ("none", OUTPUTS["none"], []),
         ("nothing", "", []),
-        ("not JSON", OUTPUTS["not JSON"], []),
+        ("not JSON", None, [("weather", "{city}}")]),
         ("no name", OUTPUTS["no name"], []),
         ("arguments that are a list", OUTPUTS["arguments that are a list"], []),
         ("never closed", OUTPUTS["never closed"], []),
@@ -170,10 +173,39 @@ def test_without_parallel_calls_the_first_is_kept(server, output, content, calle
         assert (answer.content.strip(), answer.finish_reason, answer.calls) == (content, "tool_calls", [called])
 
 
-def test_a_call_cut_off_by_the_limit_is_content_and_the_reason_is_length(server):
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_call_cut_off_by_the_limit_has_what_was_written_and_the_reason_is_length(server, stream, parallel):
     text = OUTPUTS["one"]
-    server.plan_text(text, 0)
-    assert ask(server, max_tokens=len(server.bytes(text)) - 20)[1:4] == (text[:-20], "length", [])
+    server.plan_text(text, 3)
+    for left_out, calls in ((18, [("weather", '{"city": "Be')]), (40, [])):
+        answer = ask(server, stream, max_tokens=len(server.bytes(text)) - left_out, parallel_tool_calls=parallel)
+        assert answer[1:4] == ("" if calls else text[:-left_out], "length", calls)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_call_streams_as_it_is_written(server, background, n):
+    server.script.by_hand()
+    steps = ['<tool_call>{"name": "weather", "arguments": {', '"city"', ': "Be', 'rn"}}</tool_call>']
+    playing = background.submit(lambda: [server.answer(server.bytes(steps[0])) for _ in range(n)])
+    told = [[] for _ in range(n)]
+    with server.openai.chat.completions.create(**OFFER, stream=True, n=n) as chunks:
+        for chunk in chunks:
+            for choice in chunk.choices:
+                for called in choice.delta.tool_calls or []:
+                    told[choice.index].append(
+                        (called.index, called.id is None, called.function.name, called.function.arguments)
+                    )
+                    if (number := len(told[choice.index])) < len(steps):
+                        tokens = [*server.bytes(steps[number]), *([2] if number == len(steps) - 1 else [])]
+                        server.script.emit(playing.result()[choice.index], tokens)
+    expected = [
+        (0, False, "weather", "{"),
+        (0, True, None, '"city"'),
+        (0, True, None, ': "Be'),
+        (0, True, None, 'rn"}'),
+    ]
+    assert told == [expected] * n
 
 
 def test_an_answer_that_runs_out_behind_a_call_is_incomplete(server):
@@ -187,6 +219,11 @@ def test_a_stop_string_inside_a_call_ends_the_answer_before_the_call(server):
     server.plan_text(OUTPUTS["text before"], 0)
     shown = 'Let me see.\n\n<tool_call>\n{"name": "weather", '
     assert ask(server, stop='"arguments"')[1:4] == (shown, "stop", [])
+
+
+def test_a_stop_string_in_the_arguments_ends_the_answer_and_its_call_is_not_whole(server):
+    server.plan_text(OUTPUTS["one"], 0)
+    assert ask(server, stop="Bern")[1:4] == ("", "stop", [("weather", '{"city": "')])
 
 
 def conversation(arguments: object = '{"city": "Bern", "days": 2}') -> list[dict[str, Any]]:

@@ -3,7 +3,8 @@
 import itertools
 from collections.abc import Iterable
 
-from app.text.parsers import OutputParser, Parsed
+from app.text.parsers import OutputParser
+from app.text.parsers.base import Parsed
 
 
 def cut(text: str, cuts: list[int]) -> list[str]:
@@ -11,5 +12,6 @@ def cut(text: str, cuts: list[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(bounds)]
 
 
-def parse(parser: OutputParser, pieces: Iterable[str]) -> Parsed:
-    return Parsed.joined([*map(parser.push, pieces), parser.finish()])
+def parse(parser: OutputParser, pieces: Iterable[str], *, is_cut: bool = False) -> Parsed:
+    parts = [part for piece in pieces for part in parser.push(piece)]
+    return Parsed.of([*parts, *parser.finish(is_cut)])

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.text.parsers import FORMATS, OutputParser, Parsed, ToolCall, format_for, qwen3_coder
+from app.text.parsers import FORMATS, OutputParser, format_for, qwen3_coder
+from app.text.parsers.base import Parsed, Part, ToolCall
 from app.text.parsers.qwen3_coder import FORMAT, Qwen3CoderCalls
 from app.text.parsers.reasoning import ReasoningParser
 from tests.fast.text.pieces import cut
@@ -76,7 +77,13 @@ def arguments(text: str) -> list[dict[str, Any]]:
         (F.replace("\n</function>", ""), "", [F_CALL]),
         (BARE, "", [F_CALL]),
         (f"So: {BARE} b", "So: b", [F_CALL]),
-        (F.replace("=f", "=not_offered"), "", [ToolCall("not_offered", '{"count": "1"}')]),
+        (F.partition("\n</function>")[0], "", [F_CALL]),
+        (F.replace("\n</parameter>", ""), "", [F_CALL]),
+        (F.replace("\n</parameter>\n</function>", ""), "", [F_CALL]),
+        (F.replace("\n</parameter>", "").partition("\n</tool_call>")[0], "", [F_CALL]),
+        (f"{F.partition('</function>')[0]}{F}", "", [F_CALL, F_CALL]),
+        (f"{F.partition('</function>')[0]}{BARE}", "", [F_CALL, F_CALL]),
+        (f"{F.replace('</parameter>', '')} so", " so", [F_CALL]),
         (F.partition("tion>\n</tool_call>")[0], "", [F_CALL]),
     ],
 )  # fmt: skip
@@ -99,13 +106,13 @@ def test_calls_are_taken_out(text, content, calls):
         "<tool_call>\n<function=f",
         "<tool_call>\n<function=f>",
         "<tool_call>\n<function=f>\n<",
+        "<tool_call>\n<function=f>\n<parameter=count",
+        F.replace("=f", "=not_offered"),
+        "<tool_call>\n<function=f>\nand <parameter=count>",
         '<tool_call>\n<function=f>\n{"count": 1}\n</function>\n',
         "Write <function=example> and </function>.",
         "<function=not_offered>\n</function>",
         "<parameter=count>\n1\n</parameter>",
-        written(count="1").partition("\n</parameter>")[0],
-        written(count="1").partition("\n</function>")[0],
-        written(text="a\n<parameter=b>\nc"),
         f"<function={'f' * 257}></function>",
     ],
 )
@@ -156,7 +163,7 @@ def test_of_a_schema_without_end_a_part_is_looked_at(monkeypatch):
         qwen3_coder, "_object", lambda value: looked.append(1) or (value if isinstance(value, dict) else {})
     )
     schema = {"properties": {"a": {"anyOf": [{"anyOf": [{"type": "integer"}] * 100}] * 100_000}}}
-    assert qwen3_coder.json_of("1", schema, "a") == "1"
+    assert qwen3_coder.types_of(schema, "a") == {"integer"}
     assert len(looked) < 2000
 
 
@@ -177,7 +184,7 @@ def test_a_large_schema_is_neither_copied_nor_written_out_for_a_parameter(large)
     tracemalloc.start()
     try:
         for key in "ab":
-            assert qwen3_coder.json_of("1", schema, key) == ('"1"' if "$ref" in large else "1")
+            assert bool(qwen3_coder.types_of(schema, key)) == ("$ref" not in large)
         assert tracemalloc.get_traced_memory()[1] < 200_000
     finally:
         tracemalloc.stop()
@@ -189,8 +196,8 @@ def test_a_definition_is_followed_by_its_name(where):
         where: {"N": {"type": "integer"}, "None": {"type": "integer"}},
         "properties": {"a": {"$ref": f"#/{where}/N"}, "b": {}},
     }
-    assert qwen3_coder.json_of("1", schema, "a") == "1"
-    assert qwen3_coder.json_of("1", schema, "b") == '"1"', "no $ref is no name"
+    assert qwen3_coder.types_of(schema, "a") == {"integer"}
+    assert qwen3_coder.types_of(schema, "b") == set(), "no $ref is no name"
 
 
 @pytest.mark.parametrize(
@@ -216,7 +223,14 @@ def test_a_definition_is_followed_by_its_name(where):
         ("items", "[" * 100_000, "[" * 100_000),
         ("items", '["\\ud800"]', '["\\ud800"]'),
         ("more", '{\n  "a": {"b": []}\n}', {"a": {"b": []}}),
-        ("more", "{'a': 1}", "{'a': 1}"),
+        ("more", "{'a': 1}", {"a": 1}),
+        ("more", "{'a': {'b': [True, None, 'x\\'s \"é\" \\n']}}", {"a": {"b": [True, None, 'x\'s "é" \n']}}),
+        ("more", "{'a': __import__('os')}", "{'a': __import__('os')}"),
+        ("more", "{'a': 1} b", "{'a': 1} b"),
+        ("more", "{'a': 1,", "{'a': 1,"),
+        ("items", "['a', \"b's\", False]", ["a", "b's", False]),
+        ("items", "[" * 64 + "]" * 64, json.loads("[" * 64 + "]" * 64)),
+        ("items", "[" * 65 + "]" * 65, "[" * 65 + "]" * 65),
         ("maybe", "null", None),
         ("maybe", "5", "5"),
         ("maybe", '"a"', '"a"'),
@@ -245,7 +259,7 @@ def test_values_have_the_types_of_the_schema(key, text, value):
 )  # fmt: skip
 def test_a_schema_that_says_no_type_makes_strings(schema):
     parser = Qwen3CoderCalls([{"type": "function", "function": {"name": "f", "parameters": schema}}])
-    (call,) = parser.push(written(count="1")).tool_calls
+    (call,) = pieces_parsed(OutputParser(calls=parser), [written(count="1")]).tool_calls
     expected = 1 if schema and "oneOf" in str(schema) else "1"
     assert json.loads(call.arguments) == {"count": expected}
 
@@ -281,31 +295,61 @@ def test_calls_follow_reasoning():
     assert pieces_parsed(parser, [f"Hm.\n</think>\n\nI look.\n\n{F}"]) == Parsed("I look.", "Hm.", (F_CALL,))
 
 
-def test_a_call_is_given_by_the_piece_that_ends_its_function():
-    parser = Qwen3CoderCalls(TOOLS)
+def test_a_call_ends_with_the_piece_that_ends_its_function():
+    parser = OutputParser(calls=Qwen3CoderCalls(TOOLS))
     before, end, _ = F.partition("</function>")
-    assert all(parser.push(character) == Parsed() for character in before + end[:-1])
-    assert parser.push(">") == Parsed(tool_calls=(F_CALL,))
-    assert parser.push("\n</tool_call>") == parser.finish() == Parsed()
+    parts = [part for character in before + end[:-1] for part in parser.push(character)]
+    assert parts == [Part("call", "f"), Part("arguments", '{"count": ')]
+    assert parser.push(">") == [Part("arguments", "1}"), Part("whole")]
+    assert parser.push("\n</tool_call>") == parser.finish() == []
+
+
+def test_a_string_streams_as_it_is_written_and_other_values_when_they_end():
+    parser = OutputParser(calls=Qwen3CoderCalls(TOOLS))
+    assert parser.push("<tool_call>\n<function=f>\n") == []
+    assert parser.push("<parameter=text>\na") == [Part("call", "f"), Part("arguments", '{"text": "a')]
+    assert parser.push('b "c"\n') == [Part("arguments", 'b \\"c\\"')]
+    assert parser.push("d\n</param") == [Part("arguments", "\\nd")]
+    assert parser.push("eter>\n<parameter=items>\n[1") == [Part("arguments", '", "items": ')]
+    assert parser.push(",2]\n</parameter>\n<parameter=count>") == [Part("arguments", '[1,2], "count": ')]
+    assert parser.push("\n3</parameter></function>") == [Part("arguments", "3}"), Part("whole")]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_cut", "arguments"),
+    [
+        (written(text="a").partition("\n</parameter>")[0], False, '{"text": "a'),
+        (written(text="a").partition("\n</function>")[0], True, '{"text": "a"'),
+        (written(count="12").partition("\n</parameter>")[0], True, '{"count": 12'),
+        (F.partition("</parameter>")[0] + "</param", False, '{"count": 1\n</param'),
+    ],
+)
+def test_a_call_that_no_tag_ends_is_broken(text, is_cut, arguments):
+    (call,) = pieces_parsed(OutputParser(calls=Qwen3CoderCalls(TOOLS)), text, is_cut=is_cut).tool_calls
+    assert (call.is_whole, call.arguments) == (False, arguments)
+
+
+def test_a_missing_end_tag_is_seen_by_the_next_parameter_of_the_function():
+    text = "<function=f><parameter=count>1<parameter=text>\na <parameter=other> b\n<parameter=deep>\ntrue\n</function>"
+    assert arguments(text) == [{"count": 1, "text": "a <parameter=other> b", "deep": True}]
+    bare = "<tool_call><function=g>\n<parameter=a>\n1 <parameter=x>\n<parameter=b>\n2\n</tool_call>"
+    assert arguments(bare) == [{"a": "1 <parameter=x>", "b": "2"}], "without a schema a line decides"
 
 
 def test_a_forced_call_is_one_that_the_parser_reads():
     rest = "<parameter=count>\n1\n</parameter>\n</function>\n</tool_call>"
     for prefix, text in ((FORMAT.prefix("f"), rest), (FORMAT.prefix(None), f"=f>\n{rest}")):
         assert prefix + text == F
-        parser = FORMAT.parser(TOOLS)
-        assert parser.push(prefix) == Parsed()
-        assert parser.push(text).tool_calls == (F_CALL,)
+        parser = OutputParser(calls=FORMAT.parser(TOOLS), begun_call=prefix)
+        assert pieces_parsed(parser, [text]) == Parsed("", "", (F_CALL,))
 
 
-@pytest.mark.parametrize("piece", ["a", "<", "</parameter>", "</parameter>\n", "\n<parameter=a>", "</function>"])
+@pytest.mark.parametrize("piece", ["a", "<", "</parameter>", "</parameter>\n", "\n<parameter=a>", "<function=g>"])
 def test_a_long_text_is_not_read_again_with_every_piece(piece, monkeypatch):
     looked_at, read = [], Qwen3CoderCalls._read
     monkeypatch.setattr(Qwen3CoderCalls, "_read", lambda self, text: looked_at.append(len(text)) or read(self, text))
-    parser = Qwen3CoderCalls(TOOLS)
     begin = "<tool_call>\n<function=f>\n<parameter=text>\n"
-    pieces = [parser.push(text) for text in [begin, *[piece] * 2_000]]
-    assert Parsed.joined([*pieces, parser.finish()]) == Parsed(begin + piece * 2_000)
+    parse([begin, *[piece] * 2_000])
     assert max(looked_at[1:]) < len(piece) + len("</parameter>")
 
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.text.parsers import FORMATS, OutputParser, Parsed, ToolCall, format_for, reasoning_for
+from app.text.parsers import FORMATS, OutputParser, format_for, reasoning_for
+from app.text.parsers.base import Parsed, ToolCall
 from app.text.parsers.harmony import FORMAT, HarmonyCalls, HarmonyReasoning
 from app.text.parsers.reasoning import ReasoningParser
 from tests.fast.text.pieces import cut
@@ -14,6 +15,7 @@ ANALYSIS = "<|channel|>analysis<|message|>Let me think.<|end|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>It is 4."
 CALL = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Bern > 1"}'
 WEATHER = ToolCall("get_weather", '{"city": "Bern > 1"}')
+TOOLS = [{"function": {"name": name}} for name in ("get_weather", "f")]
 FRAGMENTS = [
     "<|start|>", "assistant", "<|channel|>", "analysis", "final", "commentary", " to=functions.f", " <|constrain|>json",
     "<|message|>", "<|end|>", "<|call|>", '{"a": 1}', "text", "<", "<|", " ", "\n", "é",
@@ -21,7 +23,7 @@ FRAGMENTS = [
 
 
 def parse(pieces: list[str]) -> Parsed:
-    return pieces_parsed(OutputParser(HarmonyReasoning(), HarmonyCalls()), pieces)
+    return pieces_parsed(OutputParser(HarmonyReasoning(), HarmonyCalls(TOOLS)), pieces)
 
 
 @pytest.mark.parametrize(
@@ -47,12 +49,15 @@ def parse(pieces: list[str]) -> Parsed:
             [],
         ),
         (FINAL.replace("final", "commentary") + "<|end|>" + FINAL + "<", "", "It is 4.\n\nIt is 4.<", []),
-        (f"{FINAL} \n<|end|><|start|>assistant{CALL}", "", "It is 4.", [WEATHER]),
+        (f"{FINAL}<|end|> \n<|start|>assistant{CALL}", "", "It is 4.", [WEATHER]),
         (f"{CALL}<|call|>{FINAL}<|end|><|start|>assistant{CALL}", "", "It is 4.", [WEATHER, WEATHER]),
         ("<|channel|>commentary to=functions.f<|message|><|call|>", "", "", [ToolCall("f", "{}")]),
         ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>\n", "", "", [ToolCall("f", "{}")]),
         ("<|channel|>analysis<|message|>Still thinking", "Still thinking", "", []),
         ("<|channel|>analysis<|message|>a < b <|en", "a < b <|en", "", []),
+        (ANALYSIS.replace("<|end|>", CALL), "Let me think.", "", [WEATHER]),
+        (ANALYSIS.replace("<|end|>", CALL) + "<|call|>" + FINAL, "Let me think.", "It is 4.", [WEATHER]),
+        ("<|channel|>analysis to=functions.f<|message|>{}<|call|>", "", "", [ToolCall("f", "{}")]),
         ("<|channel|>final<|message|>", "", "", []),
         ("<|channel|>fin", "", "", []),
         ("<|channel|>final" + " " * 520, "", "<|channel|>final" + " " * 520, []),
@@ -68,10 +73,15 @@ def test_channels_become_reasoning_content_and_calls(text, reasoning, content, c
     assert parse([text]) == Parsed(content, reasoning, tuple(calls))
 
 
-def test_a_call_whose_arguments_are_no_object_is_content():
-    broken = CALL.replace('{"city": "Bern > 1"}', "[1]")
-    parsed = parse([broken])
-    assert parsed.tool_calls == () and "[1]" in parsed.content and "get_weather" in parsed.content
+@pytest.mark.parametrize("written", ["[1]", '{"city": Bern}', '{"city": "Ber'])
+def test_a_call_whose_arguments_are_no_object_is_broken(written):
+    broken = CALL.replace('{"city": "Bern > 1"}', written)
+    assert parse([f"{broken}<|call|>{FINAL}"]) == Parsed("It is 4.", "", (ToolCall("get_weather", written, False),))
+
+
+def test_a_call_of_a_function_that_is_not_offered_is_content():
+    parsed = parse([CALL.replace("get_", "set_")])
+    assert parsed.tool_calls == () and "Bern" in parsed.content and "set_weather" in parsed.content
 
 
 @settings(max_examples=200)
@@ -96,7 +106,8 @@ def test_a_forced_call_is_one_that_the_parser_reads():
         (FORMAT.prefix("get_weather"), '{"city": "Bern > 1"}'),
         (FORMAT.prefix(None), 'get_weather <|constrain|>json<|message|>{"city": "Bern > 1"}'),
     ):
-        assert parse([prefix, text]) == Parsed("", "", (WEATHER,))
+        parser = OutputParser(HarmonyReasoning(), HarmonyCalls(TOOLS), begun_call=prefix)
+        assert pieces_parsed(parser, [text]) == Parsed("", "", (WEATHER,))
 
 
 def test_the_template_chooses_it():

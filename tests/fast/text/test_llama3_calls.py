@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.text.parsers import FORMATS, OutputParser, Parsed, ToolCall
+from app.text.parsers import FORMATS, OutputParser
+from app.text.parsers.base import Parsed, Part, ToolCall
 from app.text.parsers.llama3_json import Llama3Calls
 from tests.fast.text.pieces import cut
 from tests.fast.text.pieces import parse as pieces_parsed
@@ -16,12 +17,13 @@ F = '{"name": "f", "parameters": {"x": "a; {\\"}"}}'
 F_CALL = ToolCall("f", '{"x": "a; {\\"}"}')
 G = '{"name": "g", "parameters": {}}'
 G_CALL = ToolCall("g", "{}")
+TOOLS = [{"function": {"name": name}} for name in ("f", "g")]
 FRAGMENTS = [TAG, "<|py", "thon_tag|>", F, G, "{", "}", '"', "\\", ";", " ", "\n", "a", "é", '{"a": 1}', "<"]
 TEXT = st.lists(st.sampled_from(FRAGMENTS), max_size=10).map("".join)
 
 
 def parse(pieces) -> Parsed:
-    return pieces_parsed(OutputParser(calls=Llama3Calls()), pieces)
+    return pieces_parsed(OutputParser(calls=Llama3Calls(TOOLS)), pieces)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +39,12 @@ def parse(pieces) -> Parsed:
         (f"{F} and so on {G}", " and so on " + G, [F_CALL]),
         (f"I call {F}", f"I call {F}", []),
         ('{"answer": 1} ', '{"answer": 1} ', []),
-        (F[:-1], F[:-1], []),
+        (F[:-1], "", [F_CALL]),
+        (F[:-2], "", [ToolCall("f", F_CALL.arguments[:-1], False)]),
+        (F[:-2] + "; " + TAG + G, "", [ToolCall("f", F_CALL.arguments[:-1] + ";", False), G_CALL]),
+        (F.replace('"f"', '"not_offered"'), F.replace('"f"', '"not_offered"'), []),
+        ('{"name": "", "parameters": {}}', '{"name": "", "parameters": {}}', []),
+        (f"{G}, and so on", ", and so on", [G_CALL]),
         (f'{TAG}search.call(query="x")', f'{TAG}search.call(query="x")', []),
         (f"{G}; {{}}", "; {}", [G_CALL]),
         (";", ";", []),
@@ -71,10 +78,17 @@ def test_a_tag_may_be_split_behind_the_call_that_a_piece_ends():
     assert parse(pieces) == Parsed(tool_calls=(F_CALL, G_CALL))
 
 
-def test_a_call_is_given_by_the_piece_that_closes_it():
-    parser = Llama3Calls()
-    assert all(parser.push(character) == Parsed() for character in F[:-1])
-    assert parser.push("}") == Parsed(tool_calls=(F_CALL,))
+def test_a_call_is_whole_by_the_piece_that_closes_it():
+    parser = OutputParser(calls=Llama3Calls(TOOLS))
+    parts = [part for character in F[:-1] for part in parser.push(character)]
+    assert parts[0] == Part("call", "f") and "".join(part.text for part in parts[1:]) == F_CALL.arguments
+    assert parser.push("}") == [Part("whole")]
+
+
+def test_a_json_answer_streams_as_soon_as_it_is_no_call():
+    parser = OutputParser(calls=Llama3Calls(TOOLS))
+    assert parser.push('{"name": "Bern", "parameters": {') == [Part("content", '{"name": "Bern", "parameters": {')]
+    assert parser.push('"a": 1}}') == [Part("content", '"a": 1}}')]
 
 
 @pytest.mark.parametrize("form", FORMATS[:2], ids=lambda each: each.name)
@@ -85,9 +99,8 @@ def test_a_forced_call_is_one_that_the_parser_reads(form, name):
         (form.prefix(name), ' {"x": 1}'),
         (form.prefix(None), f'{json.dumps(name)[1:]}, "{form.key}": {{"x": 1}}'),
     ]:
-        parser = form.parser()
-        calls = [*parser.push(prefix).tool_calls, *parser.push(text + endings[form.name]).tool_calls]
-        assert calls == [ToolCall(name, '{"x": 1}')]
+        parser = OutputParser(calls=form.parser([{"function": {"name": name}}]), begun_call=prefix)
+        assert pieces_parsed(parser, [text + endings[form.name]]).tool_calls == (ToolCall(name, '{"x": 1}'),)
 
 
 def test_the_prefixes_are_the_families_own_wording():

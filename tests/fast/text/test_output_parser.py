@@ -7,13 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.text.parsers import OutputParser, Parsed, ToolCall, qwen3
+from app.text.parsers import OutputParser
+from app.text.parsers.base import Parsed, Part, ToolCall
+from app.text.parsers.llama3_json import Llama3Calls
 from app.text.parsers.qwen3 import Qwen3Calls
+from app.text.parsers.qwen3_coder import Qwen3CoderCalls
 from app.text.parsers.reasoning import ReasoningParser
 from tests.fast.text.pieces import cut
 from tests.fast.text.pieces import parse as pieces_parsed
 
 SPACE = " \t\r\n"
+TOOLS = [{"function": {"name": name}} for name in ("f", "g")]
+TYPED = [{"function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}]
 FRAGMENTS = [
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<to", "ol_call>", "</thi", "</tool_c", "<", ">", "a", "é"),
     *(" ", "\n", "\n\n", "\u3000", "{", "}", '"', "\\", '{"name": "f"}', '{"name": "f", "arguments": {"x": "', '"}}'),
@@ -26,7 +31,8 @@ few = settings(max_examples=200)
 
 
 def parser_of(reasoning=False, tools=False, starts_in_reasoning=False) -> OutputParser:
-    return OutputParser(ReasoningParser(starts_in_reasoning) if reasoning else None, Qwen3Calls() if tools else None)
+    calls = Qwen3Calls(TOOLS) if tools else None
+    return OutputParser(ReasoningParser(starts_in_reasoning) if reasoning else None, calls)
 
 
 def parse(pieces, *switches, **named) -> Parsed:
@@ -37,63 +43,13 @@ def block(name: str = "f", **arguments) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def reference(text: str, reasoning: bool, tools: bool, starts_in_reasoning: bool) -> Parsed:
+def reference(text: str, reasoning: bool, starts_in_reasoning: bool) -> Parsed:
     content, thought = text, ""
     opened = re.match(r"[ \t\r\n]*<think>", text)
     if reasoning and (opened or starts_in_reasoning):
         thought, _, content = text[opened.end() if opened else 0 :].partition("</think>")
         thought, content = thought.strip(SPACE), content.lstrip(SPACE)
-    if not tools:
-        return Parsed(content, thought)
-    calls, texts, end = [], [""], 0
-    for start in (m.start() for m in re.finditer("<tool_call>", content)):
-        if start < end:
-            continue
-        call, block_end = reference_block(content, start)
-        texts[-1] += content[end:start]
-        if call is None:
-            texts[-1] += content[start:block_end]
-        else:
-            texts[-1] = texts[-1].rstrip(SPACE)
-            texts.append("")
-            calls.append(call)
-        end = block_end
-    texts[-1] += content[end:]
-    if calls and not texts[-1].strip(SPACE):
-        texts[-1] = ""
-    return Parsed("".join(texts), thought, tuple(calls))
-
-
-def reference_block(content: str, start: int) -> tuple[ToolCall | None, int]:
-    """The call of the block that begins at start, if it is one, and where the block ends."""
-    begin = start + len("<tool_call>")
-    for closing in re.finditer("</tool_call>", content[begin:]):
-        call = reference_call(content[begin : begin + closing.start()])
-        if call or not may_go_on(content[begin : begin + closing.end()]):
-            return call, begin + closing.end()
-    return reference_call(re.sub("<(/(t(o(o(l(_(c(a(l(l)?)?)?)?)?)?)?)?)?)?$", "", content[begin:])), len(content)
-
-
-def may_go_on(text: str) -> bool:
-    """Return True if some continuation makes it an object. The fragments nest nothing but objects."""
-    endings = (f'"{value}{"}" * depth}' for value in ("", ":0") for depth in range(text.count("{") + 1))
-    return text.lstrip(SPACE).startswith("{") and any(is_json(text + ending) for ending in endings)
-
-
-def is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
-
-
-def reference_call(text: str) -> ToolCall | None:
-    value = json.loads(text) if is_json(text) else None
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+    return Parsed(content, thought)
 
 
 @few
@@ -103,9 +59,25 @@ def test_results_do_not_depend_on_how_the_text_is_cut(text, cuts, switches):
 
 
 @few
-@given(text=TEXT, switches=SWITCHES)
-def test_results_are_those_of_a_plain_reading_of_the_whole_text(text, switches):
-    assert parse([text], *switches) == reference(text, *switches)
+@given(text=TEXT, reasoning=st.booleans(), starts_in_reasoning=st.booleans())
+def test_without_calls_results_are_those_of_a_plain_reading_of_the_whole_text(text, reasoning, starts_in_reasoning):
+    expected = reference(text, reasoning, starts_in_reasoning)
+    assert parse([text], reasoning, False, starts_in_reasoning) == expected
+    nothing_offered = OutputParser(ReasoningParser(starts_in_reasoning) if reasoning else None, Qwen3Calls([]))
+    assert pieces_parsed(nothing_offered, [text]) == expected
+
+
+@few
+@given(
+    texts=st.lists(st.text(st.characters(codec="utf-8", exclude_characters="<")).map(lambda text: f"a{text}a")),
+    arguments=st.dictionaries(st.text(), st.recursive(st.text() | st.integers() | st.booleans(), st.lists)),
+    cuts=CUTS,
+)
+def test_calls_and_the_texts_between_them_are_read_back(texts, arguments, cuts):
+    text = "".join(f"{text} {block('g', **arguments)}" for text in texts)
+    parsed = parse(cut(text, cuts), tools=True)
+    assert parsed == parse([text], tools=True) and parsed.content == "".join(texts)
+    assert [(call.name, json.loads(call.arguments)) for call in parsed.tool_calls] == [("g", arguments)] * len(texts)
 
 
 @few
@@ -113,8 +85,8 @@ def test_results_are_those_of_a_plain_reading_of_the_whole_text(text, switches):
 def test_both_switches_off_pass_every_piece_on_at_once(text, cuts, starts_in_reasoning):
     parser = parser_of(False, False, starts_in_reasoning)
     for piece in cut(text, cuts):
-        assert parser.push(piece) == Parsed(content=piece)
-    assert parser.finish() == Parsed()
+        assert Parsed.of(parser.push(piece)) == Parsed(content=piece)
+    assert parser.finish() == []
 
 
 @few
@@ -176,14 +148,22 @@ def test_without_reasoning_its_tags_are_content():
     [
         ('{"name": "f", "arguments": {"x": [1, {"é": null}]}}', '{"x": [1, {"é": null}]}'),
         ('{"arguments":{"x":1},"name":"f"}', '{"x": 1}'),
+        ('{"name":"f","arguments":{"x":1}}', '{"x":1}'),
+        ('{"id": 1, "name": "f", "arguments": {"x": 1}, "type": "function"}', '{"x": 1}'),
         ('{"name": "f", "parameters": {"x": 1}}', '{"x": 1}'),
-        ('{"name": "f", "parameters": {"x": 1}, "arguments": {"x": 2}}', '{"x": 2}'),
+        ('{"name": "f", "parameters": {"x": 1}, "arguments": {"x": 2}}', '{"x": 1}'),
         ('{"name": "f"}', "{}"),
         (r'{"name": "f", "arguments": "{\"x\":1}"}', '{"x":1}'),
         ('\r\n {"name": "f", "id": 1} \n', "{}"),
         ('{"name": "f", "arguments": {"x": "a</tool_call>b</tool_call>"}}', '{"x": "a</tool_call>b</tool_call>"}'),
         ('{"name": "f", "arguments": {"</tool_call>": "<tool_call>"}}', '{"</tool_call>": "<tool_call>"}'),
         (r'{"name": "f", "arguments": {"x": "\"</tool_call>\\"}}', r'{"x": "\"</tool_call>\\"}'),
+        (
+            "{'name': 'f', 'arguments': {'x': True, 'y': [None, \"it's\", 'a \"b\"']}}",
+            '{"x": true, "y": [null, "it\'s", "a \\"b\\""]}',
+        ),
+        ('{"name": "f", "arguments": {"x": "a\n\tb"}}', '{"x": "a\\n\\tb"}'),
+        ('{"name": "f", "arguments": {"x": 1}', '{"x": 1}'),
     ],
 )
 @pytest.mark.parametrize("end", ["</tool_call>", "", "</tool_c", "<"])
@@ -194,10 +174,10 @@ def test_a_call_is_read_even_if_its_closing_tag_is_missing_or_cut_off(inside, ar
 @pytest.mark.parametrize(
     "inside",
     [
-        *("", " ", "f(x)", '"a', '["a', "[]", "{}", "{'name': 'f'}", '{"name": 1}', '{"name": "f", "arguments": [1]}'),
+        *("", " ", "f(x)", '"a', '["a', "[]", "{}", "{'name': f}", '{"name": 1}', '{"name": "f", "arguments": [1]}'),
+        *('{"name": "no", "arguments": {}}', '{"name": "", "arguments": {}}', '{"arguments": {}, "name": "no"}'),
         *('{"name": "f", "arguments": null}', '{"name": "f", "arguments": "x"}', '{"name": "f", "arguments": "[]"}'),
-        *('{"name": "f", "arguments": {"x": 1}', '{"name": "f"}}', '{"name: "f"}', '{"name": "f\n'),
-        *('{"name": "f", "arguments": {"x": NaN}}', '{"name": "f", "arguments": {"x": 1e999}}', '{"name": "\\'),
+        *('{"name: "f"}', '{"name": "f\n', '{"name": "\\', '{"name": "f", "arguments": ['),
         *('{"name": "\\ud800"}', '{"name": ' + "[" * 100_000, '{"name": ' + "9" * 5_000 + "}"),
         r'{"name": "f", "arguments": "{\"a"}',
     ],
@@ -209,19 +189,27 @@ def test_a_block_that_is_no_call_is_content_as_written(inside, end):
     assert parse([broken], tools=True) == Parsed(content=broken)
 
 
-@pytest.mark.parametrize("inside", ["f(x)", '"a', "{}", '{"name: "f"}', '{"name": "f", "arguments": {"x": 1}'])
-def test_a_block_that_cannot_become_json_ends_at_its_first_closing_tag(inside):
-    parser = parser_of(reasoning=False, tools=True)
-    broken = f"\n<tool_call>{inside}</tool_call>"
-    assert parser.push(broken) == Parsed(content=broken)
-    assert parser.push(f"\n{block()}") == Parsed(tool_calls=(ToolCall("f", "{}"),))
-
-
-def test_a_block_with_too_many_closing_tags_in_a_string_is_given_back():
-    begin, closing = '<tool_call>{"name": "f", "arguments": {"x": "', "</tool_call>"
-    assert len(parse([begin + closing * 64 + '"}}' + closing], tools=True).tool_calls) == 1
-    text = begin + closing * 65 + '"}}' + closing
-    assert parse([text, block()], tools=True) == Parsed(text, tool_calls=(ToolCall("f", "{}"),))
+@pytest.mark.parametrize(
+    ("inside", "arguments"),
+    [
+        ('{"x": 1', '{"x": 1'),
+        ('{"x": "a', '{"x": "a'),
+        ('{"x": tru', '{"x": tru'),
+        ('{"x": NaN}}', '{"x": NaN}}'),
+        ('{"x": Bern}} \n', '{"x": Bern}}'),
+        ('{"x": "say "hi""}}', '{"x": "say "hi""}}'),
+        ('{"x": "\\d"}}', '{"x": "\\d"}}'),
+        ('{"x": 1,}}', '{"x": 1,}}'),
+        (f'{{"x": {"[" * 64}', f'{{"x": {"[" * 64}'),
+    ],
+)
+@pytest.mark.parametrize("text", ["", "</tool_call>\nso"])
+def test_a_call_that_has_begun_stays_one_whatever_its_arguments_are(inside, arguments, text):
+    if text and inside == '{"x": "a':
+        arguments += "</tool_call>\\nso"  # which may be in the string
+    parsed = parse(f'a <tool_call>{{"name": "f", "arguments": {inside}{text}', tools=True)
+    assert parsed.tool_calls == (ToolCall("f", arguments, is_whole=False),)
+    assert parsed.content == ("a\nso" if text and "so" not in arguments else "a")
 
 
 @pytest.mark.parametrize(
@@ -262,19 +250,24 @@ def test_without_tools_a_call_is_content():
     [
         (["a<to", "ol", "x<"], ["a", "", "<toolx"]),
         (["a ", "\n", "b"], ["a", "", " \nb"]),
-        (["a <b", "<tool_call>", "{}", "</tool_call>", "c"], ["a <b", "", "", "<tool_call>{}</tool_call>", "c"]),
+        (["a <b", "<tool_call>", "{}", "</tool_call>", "c"], ["a <b", "", "<tool_call>{}", "</tool_call>", "c"]),
+        (["a <tool_call>", '{"name": "no", "arguments": {'], ["a", ' <tool_call>{"name": "no", "arguments": {']),
     ],
 )
 def test_text_is_shown_as_soon_as_it_is_certain(pieces, shown):
     parser = parser_of(reasoning=False, tools=True)
-    assert [parser.push(piece).content for piece in pieces] == shown
+    assert [Parsed.of(parser.push(piece)).content for piece in pieces] == shown
 
 
-def test_a_call_is_given_whole_by_the_piece_that_ends_it():
+def test_arguments_stream_as_they_are_written():
     parser = parser_of(reasoning=False, tools=True)
-    text = block(x=1)
-    assert all(parser.push(c) == Parsed() for c in text[:-1])
-    assert parser.push(">") == Parsed(tool_calls=(ToolCall("f", '{"x": 1}'),))
+    assert parser.push('a\n<tool_call>\n{"name": "f", "arguments": ') == [Part("content", "a")]
+    assert parser.push('{"x') == [Part("call", "f"), Part("arguments", '{"x')]
+    assert parser.push('": "b</to') == [Part("arguments", '": "b')]
+    assert parser.push("ol> c\\") == [Part("arguments", "</tool> c")]
+    assert parser.push('n", "y": tr') == [Part("arguments", '\\n", "y": ')]
+    assert parser.push("ue}}\n") == [Part("arguments", "true}")]
+    assert parser.push("</tool_call>") == [Part("whole")]
 
 
 def test_nothing_may_be_pushed_after_the_end():
@@ -286,13 +279,62 @@ def test_nothing_may_be_pushed_after_the_end():
 
 @pytest.mark.parametrize("piece", [" ", "a", "<", "</t", "</tool_call>", "</tool_call>a", "\\n"])
 def test_a_long_block_is_not_read_again_with_every_piece(piece, monkeypatch):
-    """Each piece is looked at with a tail no longer than a tag, and the block is parsed a bounded number of times."""
-    looked_at, parsed, read, read_call = [], [], Qwen3Calls._read, qwen3.read_call
+    looked_at, read = [], Qwen3Calls._read
     monkeypatch.setattr(Qwen3Calls, "_read", lambda self, text: looked_at.append(len(text)) or read(self, text))
-    monkeypatch.setattr(qwen3, "read_call", lambda text: parsed.append(len(text)) or read_call(text))
-    parser = parser_of(reasoning=False, tools=True)
     begin = '<tool_call>{"name": "'
-    pieces = [parser.push(text) for text in [begin, *[piece] * 2_000]]
-    assert Parsed.joined([*pieces, parser.finish()]) == Parsed(content=begin + piece * 2_000)
+    assert parse([begin, *[piece] * 2_000], tools=True) == Parsed(content=begin + piece * 2_000)
     assert max(looked_at[1:]) < len(piece) + len("</tool_call>")
-    assert len(parsed) <= 65
+
+
+# --- calls inside a thought ------------------------------------------------------------------------------------------
+
+WRITTEN = {
+    "qwen3": (Qwen3Calls, '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'),
+    "llama3_json": (Llama3Calls, '<|python_tag|>{"name": "f", "parameters": {"x": 1}}'),
+    "qwen3_coder": (Qwen3CoderCalls, "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>"),
+}
+IN_THOUGHT = pytest.mark.parametrize("form", WRITTEN)
+
+
+def think(form: str, text: str, cuts: tuple[int, ...] = (), tools: list = TYPED) -> Parsed:
+    return pieces_parsed(OutputParser(ReasoningParser(True), WRITTEN[form][0](tools)), cut(text, [*cuts]))
+
+
+@IN_THOUGHT
+@pytest.mark.parametrize(
+    ("after", "content"),
+    [("", ""), ("\n</think>\n\nSo.", "So."), (" and\n</think>\nSo.", "and\nSo."), ("</thi", "</thi")],
+    ids=["never closed", "closed", "closed later", "half closed"],
+)
+@pytest.mark.parametrize("opened", ["", "<think>\n"])
+def test_a_call_ends_the_thought_in_which_it_is_written(form, after, content, opened):
+    call = WRITTEN[form][1]
+    text = f"{opened}I look.\n{call}{after}"
+    expected = Parsed(content, "I look.", (ToolCall("f", '{"x": 1}'),))
+    assert all(think(form, text, (at,)) == expected for at in range(len(text)))
+    assert not think(form, text, tools=[]).tool_calls
+
+
+@IN_THOUGHT
+@pytest.mark.parametrize(
+    "quote", ["`{}`", "as in\n```xml\n{}\n```\n", "so ``{}``, then", "```\na\n```\n`b` and ```{}```"], ids=range(4)
+)
+def test_an_example_in_code_of_a_thought_is_no_call(form, quote):
+    quoted = quote.format(WRITTEN[form][1])
+    text = f"I may write {quoted} now.</think>So."
+    assert all(think(form, text, (at,)) == Parsed("So.", f"I may write {quoted} now.") for at in range(len(text)))
+    called = think(form, f"I may write {quoted} now.\n{WRITTEN[form][1]}")
+    assert called == Parsed("", f"I may write {quoted} now.", (ToolCall("f", '{"x": 1}'),))
+
+
+@IN_THOUGHT
+@pytest.mark.parametrize("code", ["```\nls `pwd`\n```\n", "`a` and `b` ", "a stray ` on a line\n", "``` ``` "])
+def test_a_call_behind_code_of_a_thought_is_one(form, code):
+    assert think(form, f"{code}{WRITTEN[form][1]}").tool_calls == (ToolCall("f", '{"x": 1}'),)
+
+
+@IN_THOUGHT
+def test_a_tag_without_the_head_of_an_offered_call_stays_in_the_thought(form):
+    call = WRITTEN[form][1]
+    for text in (f"write {call.partition('>')[0]}> then", call.replace('"f"', '"no"').replace("=f", "=no")):
+        assert think(form, f"{text}</think>So.") == Parsed("So.", text)
