@@ -141,6 +141,9 @@ class ChoiceAnswers(ABC):
         """Return the error. Neither a finish_reason nor [DONE] follows."""
         return event(error.body)
 
+    def keep_alive(self) -> bytes:
+        return b": keep-alive\n\n"
+
     def _tail(self) -> Tail:
         tail: Tail = {"usage": self._choices.usage}
         if self._choices.warnings:

@@ -42,7 +42,7 @@ def of_conversation(services: Services, body: TemplatedRequest, info: EngineInfo
     """
     template, call_format = services.tokenizer.template_for(body.offers_tools), services.call_format
     check_template(body, services)
-    if num_strict := sum(bool(tool.function.strict) for tool in body.tools or []):
+    if num_strict := sum(bool(tool.function.strict) for tool in body.functions):
         logger.info("tools with strict: %d; it is a wish here, and their calls are not checked", num_strict)
     switches = {**services.config.default_chat_template_kwargs, **body.switches(template.switches)}
     if body.forces_call and "enable_thinking" in template.switches:

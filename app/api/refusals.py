@@ -56,8 +56,8 @@ GRAMMAR = (
     "parameters of one tool, with a named `tool_choice`, and check the answer: docs/structured-output.md."
 )
 _CHOICE = (
-    '`{}` is "none", "auto", "required" or a named function. Other forms, like "allowed_tools", are not supported. '
-    "Offer fewer `tools` instead."
+    '`{}` is "none", "auto", "required" or a named function. Other forms, like "allowed_tools" or a tool that is no '
+    "function, are not supported. Offer fewer `tools` instead."
 )
 _TOOLS = "`{}`: the older form of function calling, which is not supported. Use `tools`."
 _BEST_OF = "`{}` above 1 is not supported: it ranks by log probabilities. Use `n`, and choose yourself."

@@ -15,7 +15,8 @@ from app.api.chat import converse
 from app.api.errors import ApiError, bad_request
 from app.api.generate import Received, answer, receive
 from app.api.responses_answers import ResponseAnswers, ResponseBody
-from app.api.schemas import MAX_CALLS, SamplingRequest
+from app.api.responses_tools import check_names, flatten, joined_name
+from app.api.schemas import MAX_CALLS, MediaPart, SamplingRequest
 from app.api.services import services_of
 from app.metrics import Metrics
 
@@ -72,6 +73,8 @@ class Conversation:
         self._body = body
         self._messages: list[dict[str, Any]] = []
         self._sources: list[str] = []
+        self._tools = list(flatten(body.tools or []))
+        check_names(self._tools)
         if body.instructions:
             self._add("instructions", role="system", content=body.instructions)
         if isinstance(body.input, str):
@@ -83,20 +86,12 @@ class Conversation:
     def as_chat(self) -> dict[str, Any]:
         """Return the fields of the equivalent body of /v1/chat/completions."""
         body = self._body
-        function_fields = {"name", "description", "parameters", "strict"}
-        tools = [
-            {
-                "type": tool.type,
-                "function": {name: value for name, value in tool if name in function_fields & tool.model_fields_set},
-            }
-            for tool in body.tools or []
-        ]
         choice: Any = body.tool_choice
         if isinstance(choice, items.ChosenFunction):
-            choice = {"type": choice.type, "function": {"name": choice.name}}
+            choice = {"type": choice.type, "function": {"name": joined_name(choice.namespace, choice.name)}}
         return {name: getattr(body, name) for name in SamplingRequest.model_fields} | {
             "messages": self._messages,
-            "tools": tools,
+            "tools": [tool.for_chat() for tool in self._tools],
             "tool_choice": choice,
             "parallel_tool_calls": body.parallel_tool_calls,
             "max_completion_tokens": body.max_output_tokens,
@@ -131,10 +126,13 @@ class Conversation:
 
     def field_name(self, field: str) -> str:
         """Return the request's field that a field of chat comes from."""
-        sources = {f"messages.{index}": source for index, source in enumerate(self._sources)}
-        if source := sources.get(".".join(field.split(".")[:2])):
-            return source
-        return _NAMES.get(field) or re.sub(r"^(tools\.\d+|tool_choice)\.function", r"\1", field)
+        if match := re.match(r"(messages|tools)\.(\d+)(?:\.function)?", field):
+            kind, index = match[1], int(match[2])
+            if kind == "messages" and index < len(self._sources):
+                return self._sources[index]
+            if kind == "tools" and index < len(self._tools):
+                return self._tools[index].path + field[match.end() :]
+        return _NAMES.get(field) or re.sub(r"^tool_choice\.function", "tool_choice", field)
 
     def _add(self, source: str, **message: Any) -> None:
         self._messages.append(message)
@@ -143,7 +141,7 @@ class Conversation:
     def _add_item(self, source: str, item: items.Item) -> None:
         """Add an item. Reasoning, text and calls that follow each other in this order are one message of chat."""
         if isinstance(item, items.FunctionCallOutput):
-            self._add(source, role="tool", tool_call_id=item.call_id, content=_text(item.output))
+            self._add(source, role="tool", tool_call_id=item.call_id, content=_result(item.output))
         elif isinstance(item, items.InputMessage) and item.role != "assistant":
             self._add(source, role=item.role, content=_text(item.content))
         else:
@@ -159,7 +157,7 @@ class Conversation:
         turn = self._messages[-1]
         self._sources[-1] = source
         if isinstance(item, items.FunctionCallItem):
-            function = {"name": item.name, "arguments": item.arguments}
+            function = {"name": joined_name(item.namespace, item.name), "arguments": item.arguments}
             calls = turn.setdefault("tool_calls", [])
             calls.append({"id": item.call_id, "type": "function", "function": function})
             if len(calls) > MAX_CALLS:
@@ -172,3 +170,12 @@ class Conversation:
 
 def _text(content: items.InputText) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _result(output: str | list[items.ResultPart]) -> str | list[dict[str, str]]:
+    """Return a function's output as the content of a message of chat."""
+    if isinstance(output, str):
+        return output
+    return [
+        {"type": part.type} if isinstance(part, MediaPart) else {"type": "text", "text": part.text} for part in output
+    ]

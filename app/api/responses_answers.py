@@ -5,13 +5,16 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from app.api.answers import Warnings, event
 from app.api.errors import ApiError
-from app.api.responses_schemas import ChosenFunction, ResponsesRequest
+from app.api.responses_schemas import ChosenFunction, NamespaceTool, ResponsesRequest, Tool
+from app.api.responses_tools import flatten
+from app.api.schemas import OtherTool
 from app.api.stream import Choices, CompletionTokensDetails, Piece, PromptTokensDetails, Reason
 from app.text.tokenizer import GenerationDefaults
 
@@ -48,12 +51,16 @@ class OutputReasoning(TypedDict):
     content: list[ReasoningText]
 
 
-class OutputCall(TypedDict):
+class CalledName(TypedDict):
+    namespace: NotRequired[Annotated[str, Field(description="absent unless the function was offered in one")]]
+    name: str
+
+
+class OutputCall(CalledName):
     id: str
     type: Literal["function_call"]
     status: Status
     call_id: str
-    name: str
     arguments: str
 
 
@@ -121,6 +128,12 @@ class ResponseAnswers:
             "model": model,
             **_echo(asked, defaults),
         }
+        # What the client calls the functions of namespaces, by the names that the model writes.
+        self._names: dict[str | None, CalledName] = {
+            tool.name: {"namespace": tool.group.name, "name": tool.tool.name}
+            for tool in flatten(asked.tools or [])
+            if tool.group is not None and not isinstance(tool.tool, OtherTool)
+        }
         self._numbers = itertools.count()
         self._output: list[OutputItem] = []
         self._open: _TextItem | _CallItem | None = None
@@ -136,11 +149,14 @@ class ResponseAnswers:
 
     def begin(self) -> bytes:
         """Return the events that a response has before its engine begins, as OpenAI's."""
-        opened = self._unfinished(status="in_progress", usage=None)
-        return self._encode({"type": f"response.{kind}", "response": opened} for kind in ("created", "in_progress"))
+        return self._encode(map(self._in_progress, ("created", "in_progress")))
 
     def events(self, piece: Piece) -> bytes:
         return self._encode(self._read(piece))
+
+    def keep_alive(self) -> bytes:
+        """Return an event, because clients like Codex give up on a stream whose comments alone tell that it lives."""
+        return self._encode([self._in_progress("in_progress")])
 
     def end(self) -> bytes:
         return self._encode(self._finish())
@@ -155,6 +171,9 @@ class ResponseAnswers:
     def _encode(self, events: Iterable[Event]) -> bytes:
         return b"".join(event(data | {"sequence_number": next(self._numbers)}, data["type"]) for data in events)
 
+    def _in_progress(self, kind: str) -> Event:
+        return {"type": f"response.{kind}", "response": self._unfinished(status="in_progress", usage=None)}
+
     def _read(self, piece: Piece) -> Iterator[Event]:
         self._reason = piece.finish_reason
         for kind, text in piece.parts:
@@ -163,7 +182,7 @@ class ResponseAnswers:
             elif kind == "content":
                 yield from self._write("output_text", text)
             elif kind == "call":
-                yield from self._begin_item(partial(_CallItem, text))
+                yield from self._begin_item(partial(_CallItem, self._names.get(text, {"name": text})))
             elif kind == "arguments":
                 assert self._open is not None
                 yield self._open.write(text)
@@ -233,7 +252,7 @@ class _CallItem:
 
     kind = "function_call"
 
-    def __init__(self, name: str, index: int) -> None:
+    def __init__(self, name: CalledName, index: int) -> None:
         self._id, self._call_id, self._name = _new_id("fc"), _new_id("call"), name
         self._index = index
         self._texts: list[str] = []
@@ -246,7 +265,7 @@ class _CallItem:
             "type": "function_call",
             "status": status,
             "call_id": self._call_id,
-            "name": self._name,
+            **self._name,
             "arguments": "".join(self._texts),
         }
 
@@ -319,12 +338,21 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
+def _echo_tool(tool: Tool) -> dict[str, Any]:
+    """Return a tool that is offered, without those in it that are not."""
+    if not isinstance(tool, NamespaceTool):
+        return dict(tool)
+    return {**dict(tool), "tools": [dict(inner) for inner in tool.tools if not isinstance(inner, OtherTool)]}
+
+
 def _echo(asked: ResponsesRequest, defaults: GenerationDefaults) -> Echo:
     reasoning, choice = asked.reasoning, asked.tool_choice
     return {
         "instructions": asked.instructions,
-        "tools": [dict(tool) for tool in asked.tools or []],
-        "tool_choice": choice.model_dump() if isinstance(choice, ChosenFunction) else choice or "auto",
+        "tools": [_echo_tool(tool) for tool in asked.tools or [] if not isinstance(tool, OtherTool)],
+        "tool_choice": choice.model_dump(exclude_unset=True)
+        if isinstance(choice, ChosenFunction)
+        else choice or "auto",
         "parallel_tool_calls": asked.parallel_tool_calls is not False,
         "temperature": defaults.temperature if asked.temperature is None else asked.temperature,
         "top_p": defaults.top_p if asked.top_p is None else asked.top_p,

@@ -11,15 +11,19 @@ from app.api.schemas import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
+    MEDIA,
     Body,
     CalledFunction,
     ChatCompletionRequest,
     ChatMessage,
     Count,
     FunctionName,
+    MediaPart,
+    OtherTool,
     SamplingRequest,
     at_most,
     known_type,
+    type_of,
 )
 
 _TEXTS = ("input_text", "output_text")
@@ -31,7 +35,7 @@ MetadataText = Annotated[str, Field(max_length=512)]
 
 
 class InputPart(Body):
-    """A part of a message, or of a function's output."""
+    """A text of a message, or of a function's output."""
 
     type: Annotated[
         Literal["input_text", "output_text"],
@@ -65,10 +69,21 @@ class InputMessage(InputItem):
 
 
 class FunctionCallItem(CalledFunction, InputItem):
-    """A call that the assistant made in an earlier turn."""
+    """A call that the assistant made in an earlier turn, of a function in the `namespace`, if there is one."""
 
     type: Literal["function_call"]
     call_id: str
+    namespace: str | None = None
+
+
+def _kind_of_result(value: Any) -> str:
+    kind = type_of(value)
+    return "MediaPart" if isinstance(kind, str) and kind in MEDIA else "InputPart"
+
+
+ResultPart = Annotated[
+    Annotated[InputPart, Tag("InputPart")] | Annotated[MediaPart, Tag("MediaPart")], Discriminator(_kind_of_result)
+]
 
 
 class FunctionCallOutput(InputItem):
@@ -76,7 +91,7 @@ class FunctionCallOutput(InputItem):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: InputText
+    output: str | Annotated[list[ResultPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class ReasoningPart(Body):
@@ -103,7 +118,7 @@ class ReasoningItem(InputItem):
 
 def _kind_of_item(value: Any) -> str:
     """Return the kind of an item, which is a message if no other is named."""
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    kind = type_of(value)
     return kind if kind in _ITEMS else "message"
 
 
@@ -117,23 +132,59 @@ Item = Annotated[
 
 
 class FunctionTool(Body):
-    """A function that the model may call. Unlike chat's, it has no nested `function`."""
+    """A function that the model may call. Unlike chat's, it has no nested `function`.
 
-    type: Annotated[
-        Literal["function"], known_type("function", why='must be "function": this server has no built-in tools')
-    ]
+    `defer_loading` lets a server search for it first. Here it is offered at once.
+    """
+
+    type: Literal["function"]
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     cache_control: dict[str, Any] | None = None
+    defer_loading: bool | None = None
+
+
+def _kind_of_tool(value: Any) -> str:
+    """Return the name of the class that reads a tool. One without a type is refused as a function."""
+    kind = type_of(value)
+    if kind == "namespace":
+        return "NamespaceTool"
+    return "OtherTool" if isinstance(kind, str) and kind != "function" else "FunctionTool"
+
+
+def _kind_of_inner_tool(value: Any) -> str:
+    """Return the name of the class that reads a tool of a namespace, which has no namespaces inside."""
+    return _kind_of_tool(value).replace("NamespaceTool", "OtherTool")
+
+
+_Function = Annotated[FunctionTool, Tag("FunctionTool")]
+_Other = Annotated[OtherTool, Tag("OtherTool")]
+InnerTool = Annotated[_Function | _Other, Discriminator(_kind_of_inner_tool)]
+
+
+class NamespaceTool(Body):
+    """Tools that belong together, like those of an MCP server."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: str | None = None
+    tools: Annotated[list[InnerTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+Tool = Annotated[
+    _Function | _Other | Annotated[NamespaceTool, Tag("NamespaceTool")],
+    Discriminator(_kind_of_tool),
+]
 
 
 class ChosenFunction(Body):
-    """The function that the model must call."""
+    """The function that the model must call, of the `namespace`, if there is one."""
 
     type: Literal["function"]
     name: FunctionName
+    namespace: str | None = None
 
 
 class ReasoningOptions(Body):
@@ -164,7 +215,7 @@ class ResponsesRequest(SamplingRequest):
 
     input: str | Annotated[list[Item], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Count | None = None

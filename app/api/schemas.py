@@ -39,6 +39,9 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
+TEXT_ONLY = 'must be "text", or "thinking": this model reads no images, sounds or files'
+
+
 class Body(BaseModel):
     """A JSON object with strict fields. Unknown fields are kept in `model_extra`."""
 
@@ -136,10 +139,7 @@ class TextPart(Body):
     """A part of a message's text. `cache_control` is a hint to other servers' caches and means nothing here."""
 
     cache_control: dict[str, Any] | None = None
-    type: Annotated[
-        Literal["text"],
-        known_type("text", why='must be "text", or "thinking": this model reads no images, sounds or files'),
-    ]
+    type: Annotated[Literal["text"], known_type("text", why=TEXT_ONLY)]
     text: str
 
 
@@ -152,14 +152,48 @@ class ThinkingPart(Body):
     signature: str | None = None
 
 
+MEDIA = {
+    **dict.fromkeys(("image_url", "image", "input_image"), "an image"),
+    **dict.fromkeys(("input_audio", "audio_url"), "a sound"),
+    "video_url": "a video",
+    **dict.fromkeys(("file", "input_file"), "a file"),
+}
+"""Types of parts that are no text, in chat and in /v1/responses, and what they have."""
+
+
+class MediaPart(Body):
+    """A part that only the result of a tool may have, because tools return what no user has asked for.
+
+    The model reads in its place that it was there.
+    """
+
+    model_config = ConfigDict(extra="ignore")  # The data may have megabytes, and nothing reads them.
+
+    type: Annotated[str, known_type(*MEDIA, why=TEXT_ONLY)]
+
+    @property
+    def text(self) -> str:
+        return f"({MEDIA[self.type]}, which this model cannot see)"
+
+
+def type_of(value: Any) -> Any:
+    """Return the `type` of a part, an item or a tool, which may be JSON or a model."""
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
 def _kind_of_part(value: Any) -> str:
     """Return the name of the class that reads a part. Any other kind is refused by the type of a text."""
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    kind = type_of(value)
+    if isinstance(kind, str) and kind in MEDIA:
+        return "MediaPart"
     return "ThinkingPart" if kind == "thinking" else "TextPart"
 
 
 Part = Annotated[
-    Annotated[TextPart, Tag("TextPart")] | Annotated[ThinkingPart, Tag("ThinkingPart")], Discriminator(_kind_of_part)
+    Annotated[TextPart, Tag("TextPart")]
+    | Annotated[ThinkingPart, Tag("ThinkingPart")]
+    | Annotated[MediaPart, Tag("MediaPart")],
+    Discriminator(_kind_of_part),
 ]
 Content = str | Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
 
@@ -235,7 +269,7 @@ class ChatMessage(Body):
     def text(self) -> str:
         if isinstance(self.content, str):
             return self.content
-        return "\n".join(part.text for part in self.content or () if isinstance(part, TextPart))
+        return "\n".join(part.text for part in self.content or () if not isinstance(part, ThinkingPart))
 
     @property
     def thinking(self) -> str:
@@ -282,6 +316,26 @@ class Tool(Body):
         return {"type": self.type, "function": function}
 
 
+class OtherTool(Body):
+    """A tool that is no function, which is left out with a warning.
+
+    That is a custom tool too: it may have a grammar, and nothing here holds the model to one.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: str
+
+
+def _kind_of_tool(value: Any) -> str:
+    """Return the name of the class that reads a tool. One without a type is refused as a function."""
+    kind = type_of(value)
+    return "OtherTool" if isinstance(kind, str) and kind != "function" else "Tool"
+
+
+AnyTool = Annotated[Annotated[Tool, Tag("Tool")] | Annotated[OtherTool, Tag("OtherTool")], Discriminator(_kind_of_tool)]
+
+
 class NamedFunction(Body):
     name: FunctionName
 
@@ -297,7 +351,7 @@ class TemplatedRequest(ModelRequest):
     """A conversation, and the options of its prompt."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
@@ -327,13 +381,18 @@ class TemplatedRequest(ModelRequest):
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
 
     @property
+    def functions(self) -> list[Tool]:
+        """The tools that can be offered."""
+        return [tool for tool in self.tools or [] if isinstance(tool, Tool)]
+
+    @property
     def offers_tools(self) -> bool:
-        return bool(self.tools) and self.tool_choice != "none"
+        return bool(self.functions) and self.tool_choice != "none"
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
         """Tools that the prompt shows to the model."""
-        return [tool.for_template() for tool in self.tools or []] if self.offers_tools else []
+        return [tool.for_template() for tool in self.functions] if self.offers_tools else []
 
 
 class ChatCompletionRequest(TemplatedRequest, GenerationRequest):

@@ -79,6 +79,9 @@ class Answers(Protocol):
     def failure(self, error: ApiError) -> bytes:
         """Return the last events of a stream that breaks off."""
 
+    def keep_alive(self) -> bytes:
+        """Return what a stream sends when it has nothing to say."""
+
 
 @dataclass(slots=True)
 class Choice:
@@ -266,7 +269,7 @@ async def events(choices: Choices, answers: Answers) -> AsyncGenerator[bytes, No
     """Yield the Server-Sent Events of a streamed answer.
 
     An error is the last event, so that a broken answer never looks complete. After KEEP_ALIVE_SECONDS without an event
-    a comment is sent, before the first too, because proxies close silent connections.
+    `answers.keep_alive` is sent, before the first too, because proxies close silent connections.
     """
     sent_at = time.monotonic()
     pause = KEEP_ALIVE_SECONDS / _CHECKS_PER_KEEP_ALIVE
@@ -280,7 +283,7 @@ async def events(choices: Choices, answers: Answers) -> AsyncGenerator[bytes, No
                     yield new
                 elif time.monotonic() - sent_at > KEEP_ALIVE_SECONDS - pause:
                     sent_at = time.monotonic()
-                    yield b": keep-alive\n\n"
+                    yield answers.keep_alive()
         yield answers.end()
     except Exception as error:
         failure = error if isinstance(error, ApiError) else internal_error()

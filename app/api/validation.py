@@ -6,7 +6,15 @@ from pydantic import BaseModel
 
 from app.api.errors import AnswerWarning, bad_request, clip, context_length_exceeded, unsupported
 from app.api.refusals import LABELS, REFUSED, asks
-from app.api.schemas import Body, ChatMessage, GenerationRequest, TemplatedRequest
+from app.api.schemas import (
+    TEXT_ONLY,
+    Body,
+    ChatMessage,
+    GenerationRequest,
+    MediaPart,
+    OtherTool,
+    TemplatedRequest,
+)
 from app.api.services import Services
 from app.metrics import Metrics
 from app.text.chat_template import ChatTemplate
@@ -74,9 +82,10 @@ def _fields_that_turn(body: TemplatedRequest, on: bool) -> list[str]:
 
 
 def _check_forced_call(body: TemplatedRequest) -> None:
-    names = [tool.function.name for tool in body.tools or []]
+    names = [tool.function.name for tool in body.functions]
     if not names:
-        raise bad_request("`tool_choice` asks for a call, but there are no `tools`. Offer some.", "tool_choice")
+        left = "none of the `tools` is a function. Offer one." if body.tools else "there are no `tools`. Offer some."
+        raise bad_request(f"`tool_choice` asks for a call, but {left}", "tool_choice")
     if (name := body.forced_function) is not None and name not in names:
         param = "tool_choice.function.name"
         raise bad_request(f"`{param}` is `{clip(name)}`, which is none of the `tools`.", param)
@@ -93,6 +102,10 @@ def _check_message(where: str, message: ChatMessage) -> None:
     if message.content is None and not (message.role == "assistant" and message.tool_calls):
         calls = " or `tool_calls`" if message.role == "assistant" else ""
         raise bad_request(f"`{where}.content`{calls} is required.", f"{where}.content", "missing_parameter")
+    for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
+        if isinstance(part, MediaPart) and message.role != "tool":
+            param = f"{where}.content.{index}.type"
+            raise bad_request(f'`{param}` {TEXT_ONLY}, not "{part.type}".', param)
     fields = ("tool_calls", "reasoning_content", "reasoning", "tool_call_id")
     for field, value in [*((field, getattr(message, field)) for field in fields), ("content", message.thinking)]:
         role = "tool" if field == "tool_call_id" else "assistant"
@@ -153,6 +166,12 @@ def _thinks(services: Services, template: ChatTemplate) -> bool:
     return (services.reasoning_parser or reasoning_for("auto", template.source)) is not None
 
 
+def _warn_of_tools(body: TemplatedRequest) -> list[AnswerWarning]:
+    others = [(f"tools.{i}", tool.type) for i, tool in enumerate(body.tools or []) if isinstance(tool, OtherTool)]
+    why = "A tool of the type `{}` was left out: only functions are offered to this model."
+    return [_warning("tool_left_out", path, why.format(clip(kind))) for path, kind in others[:_MAX_UNKNOWN]]
+
+
 def _warn_of_switches(body: TemplatedRequest, services: Services) -> list[AnswerWarning]:
     """Return warnings about thinking that is asked for where a template cannot switch it, and about names in
     `chat_template_kwargs` that the template does not know. What asks for nothing, like null and false, has none."""
@@ -188,13 +207,13 @@ def warn_of_unknown_fields(body: Body, metrics: Metrics) -> list[AnswerWarning]:
 
 
 def warn_of_prompt(body: TemplatedRequest, services: Services, is_joined: bool) -> list[AnswerWarning]:
-    """Return warnings about names, reasoning and switches that are not in the prompt, about thinking before a forced
-    call, and about system messages that were joined.
+    """Return warnings about tools, names, reasoning, images and switches that are not in the prompt, about thinking
+    before a forced call, and about system messages that were joined.
 
     The name of a tool's message may repeat the function of an earlier call, because the prompt has that.
     """
     template = services.tokenizer.template_for(body.offers_tools)
-    names, thoughts = [], []
+    names, thoughts, media = [], [], []
     called: set[str] = set()
     for index, message in enumerate(body.messages):
         called.update(call.function.name for call in message.tool_calls or [])
@@ -204,7 +223,12 @@ def warn_of_prompt(body: TemplatedRequest, services: Services, is_joined: bool) 
         thoughts += [
             f"messages.{index}.{field}" for field, text in [*reasoning.items(), ("content", message.thinking)] if text
         ][:1]
-    warnings = _warn_of_switches(body, services)
+        parts = enumerate(message.content if isinstance(message.content, list) else ())
+        media += [f"messages.{index}.content.{i}" for i, part in parts if isinstance(part, MediaPart)]
+    warnings = [*_warn_of_tools(body), *_warn_of_switches(body, services)]
+    if media:
+        why = "This model reads text only: the prompt says in place of an image, sound or file that there was one."
+        warnings.append(_warning("media_left_out", media[0], why))
     if names and not template.writes_names:
         what = "this one is" if len(names) == 1 else f"the names of {len(names)} messages are"
         why = f"This model's chat template writes no such `name`: {what} not in the prompt."

@@ -302,7 +302,6 @@ def test_the_sdks_own_message_can_be_sent_back_as_it_is(server, stream):
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": "{}"}}]},
          "tools.0.function.parameters"),
         ({"tools": [{"type": "function"}]}, "tools.0.function"),
-        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type"),
         ({"tools": {"type": "function"}}, "tools"),
         ({"tools": ["clock"]}, "tools.0"),
         ({"tools": [CLOCK], "tool_choice": "clock"}, "tool_choice"),
