@@ -20,7 +20,7 @@ RETRY_AFTER_SECONDS = 2
 CLIENT_CLOSED_REQUEST = 499
 _ADVICE = (
     (r"/v1/responses/(?:input_tokens|compact)/?", "This server has no such endpoint."),
-    (r"/v1/responses/.+", "Nothing is stored here: send the whole conversation as `input` to {root}/v1/responses."),
+    (r"/v1/responses/.+", "Only GET and DELETE {root}/v1/responses/ID are served, with the ID of a response: resp_..."),
     (r".*/messages/?", "Anthropic's Messages API is not served. Use POST {root}/v1/chat/completions."),
     (r"/v1/(chat/completions|completions|responses|models)/", "Use {root}/v1/{0}, without the slash at the end."),
     (r".*?/(chat/completions|completions|responses|models)/?", "Use {root}/v1/{0}: a base_url ends with {root}/v1."),

@@ -39,6 +39,8 @@ _ROUTING_HEADERS = (
 """Headers that Kubernetes' endpoint pickers add. They change nothing here, and are logged."""
 _LOCAL_NAME = re.compile(r"[^.]*\.?|.*\.(?:localhost|local|internal|\d+)\.?|.*:.*", re.IGNORECASE)
 """Hosts that no stranger can point at another machine: IP addresses, and names without a domain or in a private one."""
+_STORED = re.compile(r"(/v1/responses/)[^/]+")
+"""The path of a stored response, whose id is in no log: without keys it is all that opens it."""
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -110,7 +112,7 @@ def _log(scope: Scope, status: int, seconds: float, noted: Mapping[str, Any]) ->
     more |= {name: value[:_MAX_LOGGED] for name in _ROUTING_HEADERS if (value := headers.get(name))}
     head = {
         "method": scope["method"],
-        "path": quote(scope["path"][:_MAX_LOGGED]),
+        "path": quote(_STORED.sub(r"\1ID", scope["path"])[:_MAX_LOGGED]),
         "status": status,
         "ms": round(1000 * seconds, 1),
     }

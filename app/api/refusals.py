@@ -157,13 +157,11 @@ ELSEWHERE: dict[type[Body], tuple[Refusal, ...]] = {
 
 
 _ONE_NAME = "`{}`: not this API's name for it. Use `max_output_tokens`."
-_NOTHING_STORED = "`{}`: nothing is stored here. Send the whole conversation as `input`."
 _UNCUT = "`{}`: a prompt is never cut in silence. Shorten it, and leave this out."
 RESPONSES = _table(
     ("max_tokens max_completion_tokens max_new_tokens n_predict", _never, _ONE_NAME),
-    ("store", _is(False), "`{}`: nothing is stored here, so an answer cannot be fetched later. Send false."),
-    ("previous_response_id conversation", _never, _NOTHING_STORED),
-    ("background", _is(False), "`{}`: nothing is stored here, so an answer comes with its request. Leave it out."),
+    ("conversation", _never, "`{}`: no conversations are kept here. Send `previous_response_id`, or all as `input`."),
+    ("background", _is(False), "`{}`: an answer comes with its request here. Leave it out."),
     ("prompt", _never, "`{}`: no templates of prompts are stored here. Send `instructions` and `input`."),
     ("text.format", _is({"type": "text"}), GRAMMAR),
     ("text.verbosity", _never, _TEMPLATE),

@@ -4,20 +4,24 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request, Response
 
 from app.api import openapi
 from app.api import responses_schemas as items
+from app.api.answers import json_response
 from app.api.body import parse
 from app.api.chat import converse
-from app.api.errors import ApiError, bad_request
+from app.api.errors import AnswerWarning, ApiError, bad_request, unsupported
 from app.api.generate import Received, answer, receive
-from app.api.responses_answers import ResponseAnswers, ResponseBody
+from app.api.response_store import ResponseStore, Turn, shown
+from app.api.responses_answers import Deleted, ResponseAnswers, ResponseBody
 from app.api.responses_tools import check_names, flatten, joined_name
 from app.api.schemas import MAX_CALLS, MediaPart, SamplingRequest
 from app.api.services import services_of
+from app.api.shares import Held
 from app.metrics import Metrics
 
 router = APIRouter()
@@ -29,6 +33,13 @@ _NAMES = {
     "reasoning_effort": "reasoning.effort",
 }
 """Fields of chat -> their names in this API."""
+
+_NOT_KEPT: AnswerWarning = {
+    "code": "response_not_kept",
+    "param": "store",
+    "message": "The conversation is larger than a client's part of --response-store-bytes, and cannot be continued.",
+}
+_KEY = {"parameters": [{"name": "key", "in": "path", "required": True, "schema": {"type": "string"}}]}
 
 _EVENT = (
     "A server-sent event with a name. Its data is in JSON. A response in it, and an item, is `in_progress` until it "
@@ -48,20 +59,93 @@ _EVENT = (
 )
 async def responses(request: Request) -> Response:
     services = services_of(request)
+    store = services.responses
     with services.hold(request) as held:
         received = await receive(request, items.ResponsesRequest, held)
-        conversation, body = await services.in_thread(request, _as_chat, received.body, services.metrics)
+        asked = received.body
+        recalled = _recall(store, asked, held)
+        conversation, body = await services.in_thread(request, _as_chat, asked, recalled, store, services.metrics)
         with conversation.renaming_errors():
             chat: Received[items.ConversationRequest] = replace(received, body=body)  # type: ignore[arg-type, assignment]
             choices = await converse(chat)
     choices.warnings = [{**one, "param": conversation.field_name(one["param"])} for one in choices.warnings]
-    answers = ResponseAnswers(received.body, received.model_name, services.tokenizer.defaults, choices)
+    keep = None
+    if conversation.turn is not None and store.fits(conversation.turn):
+        keep = partial(store.keep, held.client_id, conversation.turn)
+    elif conversation.turn is not None:
+        choices.warnings = [*choices.warnings, _NOT_KEPT]
+    answers = ResponseAnswers(asked, received.model_name, services.tokenizer.defaults, choices, keep)
     return await answer(chat, choices, answers)
 
 
-def _as_chat(asked: items.ResponsesRequest, metrics: Metrics) -> "tuple[Conversation, items.ConversationRequest]":
+@router.get(
+    "/v1/responses/resp_{key}",
+    **openapi.route("A response that is kept", ResponseBody, 400, 401, 404),
+    openapi_extra=_KEY,
+)
+async def stored_response(request: Request) -> Response:
+    """Return a response of this client's, as it was answered."""
+    if request.query_params.get("stream", "false") != "false":
+        raise bad_request("`stream`: a response that is kept comes whole. Leave it out.", "stream")
+    services, identifier = services_of(request), _identifier(request)
+    stored = services.responses.get(services.client_id(request), identifier)
+    if stored is None:
+        raise services.responses.gone(f"The response {shown(identifier)}", None, "response_not_found")
+    return Response(stored.response, media_type="application/json")
+
+
+@router.delete("/v1/responses/resp_{key}", **openapi.route("Forget a response", Deleted, 401, 404), openapi_extra=_KEY)
+async def delete_response(request: Request) -> Response:
+    """Drop a response of this client's."""
+    services, identifier = services_of(request), _identifier(request)
+    if not services.responses.delete(services.client_id(request), identifier):
+        raise services.responses.gone(f"The response {shown(identifier)}", None, "response_not_found")
+    return json_response(Deleted(id=identifier, object="response", deleted=True))
+
+
+def _identifier(request: Request) -> str:
+    return f"resp_{request.path_params['key']}"
+
+
+class Recalled(NamedTuple):
+    """Turns that a request continues or refers to."""
+
+    previous: Turn | None
+    referred: list[Turn]
+
+
+def _recall(store: ResponseStore, asked: items.ResponsesRequest, held: Held) -> Recalled:
+    """Return what the request recalls, whose bytes `held` counts with its body's.
+
+    Raises ApiError 400 or 404, or ClientBusy.
+    """
+    if asked.store and not store.is_on:
+        raise unsupported("`store`: nothing is kept here (--response-store-bytes 0). Send false.", "store")
+    previous = None
+    if (identifier := asked.previous_response_id) is not None:
+        stored = store.get(held.client_id, identifier)
+        if stored is None:
+            param = "previous_response_id"
+            raise store.gone(f"`{param}`: the response {shown(identifier)}", param, "previous_response_not_found")
+        previous = stored.turn
+    given = asked.input if isinstance(asked.input, list) else []
+    wanted = {item.id: index for index, item in enumerate(given) if isinstance(item, items.ItemReference)}
+    referred = store.with_items(held.client_id, set(wanted)) if wanted else []
+    for identifier, index in wanted.items():
+        if not any(identifier in turn.ids for turn in referred):
+            param = f"input.{index}.id"
+            raise store.gone(f"`{param}`: the item {shown(identifier)}", param, "item_not_found")
+    held.add(sum(len(turn.items) for turn in (previous, *referred) if turn is not None))
+    return Recalled(previous, referred)
+
+
+def _as_chat(
+    asked: items.ResponsesRequest, recalled: Recalled, store: ResponseStore, metrics: Metrics
+) -> "tuple[Conversation, items.ConversationRequest]":
     """Return the request's conversation, and the equivalent body of /v1/chat/completions. Raises ApiError 400."""
-    conversation = Conversation(asked)
+    conversation = Conversation(asked, recalled)
+    if store.is_on and asked.store is not False:
+        conversation.turn = conversation.as_turn()
     with conversation.renaming_errors():
         return conversation, parse(conversation.as_chat(), items.ConversationRequest, metrics)
 
@@ -69,19 +153,34 @@ def _as_chat(asked: items.ResponsesRequest, metrics: Metrics) -> "tuple[Conversa
 class Conversation:
     """A request's items as messages of chat. Each message has a source, the field that it comes from."""
 
-    def __init__(self, body: items.ResponsesRequest) -> None:
+    turn: Turn | None = None  # to keep with the answer
+
+    def __init__(self, body: items.ResponsesRequest, recalled: Recalled) -> None:
         self._body = body
+        self._items: list[tuple[str, items.Item]] = []  # of the whole conversation, with their sources
         self._messages: list[dict[str, Any]] = []
         self._sources: list[str] = []
         self._tools = list(flatten(body.tools or []))
         check_names(self._tools)
         if body.instructions:
             self._add("instructions", role="system", content=body.instructions)
+        if recalled.previous is not None:
+            earlier = items.ITEMS.validate_python(recalled.previous.read())
+            self._items += [("previous_response_id", item) for item in earlier]
         if isinstance(body.input, str):
-            self._add("input", role="user", content=body.input)
+            self._items.append(("input", items.InputMessage(role="user", content=body.input)))
         else:
+            known = {item["id"]: item for turn in reversed(recalled.referred) for item in turn.read() if "id" in item}
             for index, item in enumerate(body.input):
-                self._add_item(f"input.{index}", item)
+                if isinstance(item, items.ItemReference):
+                    (item,) = items.ITEMS.validate_python([known[item.id]])
+                self._items.append((f"input.{index}", item))
+        for source, item in self._items:
+            self._add_item(source, item)
+
+    def as_turn(self) -> Turn:
+        """Return the items of the conversation, without `instructions`, which later requests do not inherit."""
+        return Turn.of([item for _, item in self._items])
 
     def as_chat(self) -> dict[str, Any]:
         """Return the fields of the equivalent body of /v1/chat/completions."""
@@ -144,7 +243,7 @@ class Conversation:
             self._add(source, role="tool", tool_call_id=item.call_id, content=_result(item.output))
         elif isinstance(item, items.InputMessage) and item.role != "assistant":
             self._add(source, role=item.role, content=_text(item.content))
-        else:
+        elif not isinstance(item, items.ItemReference):
             self._extend_turn(source, item)
 
     def _extend_turn(

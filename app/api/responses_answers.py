@@ -2,7 +2,6 @@
 
 import itertools
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, NotRequired
@@ -12,6 +11,7 @@ from typing_extensions import TypedDict
 
 from app.api.answers import Warnings, event
 from app.api.errors import ApiError
+from app.api.response_store import new_id
 from app.api.responses_schemas import ChosenFunction, NamespaceTool, ResponsesRequest, Tool
 from app.api.responses_tools import flatten
 from app.api.schemas import OtherTool
@@ -94,9 +94,9 @@ class Echo(TypedDict):
     truncation: Literal["disabled"]
     metadata: dict[str, str]
     user: str | None
-    store: Literal[False]
+    store: bool
     background: Literal[False]
-    previous_response_id: None
+    previous_response_id: str | None
 
 
 class ResponseHead(Echo):
@@ -116,17 +116,35 @@ class ResponseBody(ResponseHead):
     warnings: NotRequired[Warnings]
 
 
-class ResponseAnswers:
-    """Answer of /v1/responses. Reasoning, text and calls are items, one after the other as they come."""
+class Deleted(TypedDict):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
 
-    def __init__(self, asked: ResponsesRequest, model: str, defaults: GenerationDefaults, choices: Choices) -> None:
+
+class ResponseAnswers:
+    """Answer of /v1/responses. Reasoning, text and calls are items, one after the other as they come.
+
+    `keep` stores a complete response, and returns True if it did.
+    """
+
+    def __init__(
+        self,
+        asked: ResponsesRequest,
+        model: str,
+        defaults: GenerationDefaults,
+        choices: Choices,
+        keep: Callable[[ResponseBody], bool] | None = None,
+    ) -> None:
         self._choices = choices
+        self._keep = keep
         self._head: ResponseHead = {
-            "id": _new_id("resp"),
+            "id": new_id("resp"),
             "object": "response",
             "created_at": int(time.time()),
             "model": model,
             **_echo(asked, defaults),
+            "store": keep is not None,
         }
         # What the client calls the functions of namespaces, by the names that the model writes.
         self._names: dict[str | None, CalledName] = {
@@ -165,7 +183,7 @@ class ResponseAnswers:
         """Return the error, and the failed response with the items that are complete."""
         broken = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
         cause = {"code": "server_error", "message": error.message}
-        failed = self._unfinished(status="failed", error=cause)
+        failed = self._unfinished(status="failed", error=cause, store=False)
         return self._encode([broken, {"type": "response.failed", "response": failed}])
 
     def _encode(self, events: Iterable[Event]) -> bytes:
@@ -216,7 +234,10 @@ class ResponseAnswers:
         if status == "completed" and not has_answer:
             yield from self._write("output_text", "")
         yield from self._close(status)
-        yield {"type": f"response.{status}", "response": self._response(status)}
+        response = self._response(status)
+        if self._keep is not None:
+            response["store"] = status == "completed" and self._keep(response)
+        yield {"type": f"response.{status}", "response": response}
 
     def _response(self, status: Status) -> ResponseBody:
         response: ResponseBody = {
@@ -253,7 +274,7 @@ class _CallItem:
     kind = "function_call"
 
     def __init__(self, name: CalledName, index: int) -> None:
-        self._id, self._call_id, self._name = _new_id("fc"), _new_id("call"), name
+        self._id, self._call_id, self._name = new_id("fc"), new_id("call"), name
         self._index = index
         self._texts: list[str] = []
         self._position = {"item_id": self._id, "output_index": index}
@@ -289,7 +310,7 @@ class _TextItem:
     def __init__(self, kind: Kind, index: int) -> None:
         self.kind = kind
         self._index = index
-        self._id = _new_id("msg" if kind == "output_text" else "rs")
+        self._id = new_id("msg" if kind == "output_text" else "rs")
         self._texts: list[str] = []
         self._delta_fields: Event = {"logprobs": []} if kind == "output_text" else {}
         self._position = {"item_id": self._id, "output_index": index, "content_index": 0}
@@ -334,10 +355,6 @@ def _item_event(what: str, index: int, item: Mapping[str, object]) -> Event:
     return {"type": f"response.output_item.{what}", "output_index": index, "item": item}
 
 
-def _new_id(prefix: str) -> str:
-    return f"{prefix}_{uuid.uuid4().hex}"
-
-
 def _echo_tool(tool: Tool) -> dict[str, Any]:
     """Return a tool that is offered, without those in it that are not."""
     if not isinstance(tool, NamespaceTool):
@@ -367,5 +384,5 @@ def _echo(asked: ResponsesRequest, defaults: GenerationDefaults) -> Echo:
         "user": asked.user,
         "store": False,
         "background": False,
-        "previous_response_id": None,
+        "previous_response_id": asked.previous_response_id,
     }

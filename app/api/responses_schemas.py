@@ -5,7 +5,7 @@ Lists and strings have the bounds of schemas.py. refusals.py has the fields that
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from app.api.schemas import (
     MAX_MESSAGES,
@@ -27,7 +27,7 @@ from app.api.schemas import (
 )
 
 _TEXTS = ("input_text", "output_text")
-_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 
 MAX_METADATA = 16
 MetadataKey = Annotated[str, Field(max_length=64)]
@@ -59,9 +59,7 @@ class InputMessage(InputItem):
 
     type: Annotated[
         Literal["message"],
-        known_type(
-            *_ITEMS, why=f"must be {', '.join(_ITEMS)}: nothing is stored here, and there are no built-in tools"
-        ),
+        known_type(*_ITEMS, why=f"must be {', '.join(_ITEMS)}: there are no built-in tools"),
     ] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: InputText
@@ -116,9 +114,18 @@ class ReasoningItem(InputItem):
         return "\n".join(part.text for part in self.content or self.summary or [])
 
 
+class ItemReference(Body):
+    """An item of an earlier response, or of its input, by its id."""
+
+    type: Literal["item_reference"] | None = None
+    id: str
+
+
 def _kind_of_item(value: Any) -> str:
-    """Return the kind of an item, which is a message if no other is named."""
+    """Return the kind of an item, which is a message if no other is named, and a reference if it is an id alone."""
     kind = type_of(value)
+    if isinstance(value, dict) and kind is None and "id" in value and "role" not in value:
+        return "item_reference"
     return kind if kind in _ITEMS else "message"
 
 
@@ -126,9 +133,11 @@ Item = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionCallOutput, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")],
     Discriminator(_kind_of_item),
 ]
+ITEMS = TypeAdapter(list[Item])
 
 
 class FunctionTool(Body):
@@ -224,7 +233,8 @@ class ResponsesRequest(SamplingRequest):
     truncation: Literal["disabled"] | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     metadata: Annotated[dict[MetadataKey, MetadataText] | None, at_most(MAX_METADATA)] = None
-    store: Literal[False] | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
     background: Literal[False] | None = None
     stream_options: ResponseStreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -171,7 +171,7 @@ def create_app(services: Services, hold_seconds: float = 0.0) -> ASGIApp:
         layers = Cors(
             layers,
             allow_origins=config.allowed_origins,
-            allow_methods=["GET", "HEAD", "POST"],
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )

@@ -14,6 +14,7 @@ from fastapi import Request
 
 from app.api.errors import ApiError, bad_request, clip
 from app.api.middleware import key_digests, sent_key
+from app.api.response_store import ResponseStore
 from app.api.shares import Held, HeldBytes, Threads
 from app.api.stream import unless_gone
 from app.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS, Config, flag_name
@@ -54,12 +55,13 @@ class Services:
         seeds = secrets.SystemRandom() if self.config.seed is None else random.Random(self.config.seed)
         self.next_seed = partial(seeds.getrandbits, 64)  # of a request that sends none
         self.held_bytes = HeldBytes()
+        self.responses = ResponseStore(self.config.response_store_bytes)
         self._threads = Threads()
         self.is_leaving = False  # then /ready answers 503, and requests are still served
         self.created = int(time.time())
 
     def client_id(self, request: Request) -> str:
-        """Return the client that --max-concurrency-per-key counts the request for."""
+        """Return the client that --max-concurrency-per-key counts the request for, and that owns its responses."""
         if self.api_keys:
             return sent_key(request.headers).hex()
         return request.client.host if request.client else ""

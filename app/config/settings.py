@@ -20,6 +20,7 @@ from app.config.pairs import PAIRS, default_model
 from app.config.values import (
     BlockRows,
     Bytes,
+    BytesOrNone,
     Device,
     DraftQuantization,
     Dtype,
@@ -205,6 +206,12 @@ class Config(BaseModel):
         SERVER,
         None,
         "most requests in flight per API key, or per client address without keys; others get 429 (default: no limit)",
+    )
+    response_store_bytes: BytesOrNone = setting(
+        SERVER,
+        64 * 2**20,
+        "memory for answers of /v1/responses, which requests may continue by their id: bytes, or 64MiB; 0 keeps none",
+        metavar="SIZE",
     )
     request_timeout: FiniteFloat = setting(
         SERVER,

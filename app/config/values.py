@@ -135,6 +135,7 @@ Keys = Annotated[Words, WrapValidator(_refuse_empty_keys)]
 KvEvents = Annotated[KvEventsConfig, BeforeValidator(_read_kv_events)]
 JsonObject = Annotated[dict[str, Any], _if_text(parse_json)]
 Bytes = Annotated[PositiveInt, _if_text(parse_bytes)]
+BytesOrNone = Annotated[NonNegativeInt, _if_text(parse_bytes)]
 Tokens = Annotated[int, _if_text(parse_tokens)]
 Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], _spelt(DTYPES)]
 _READ = (

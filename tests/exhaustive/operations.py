@@ -15,6 +15,8 @@ OPERATIONS = [
     "POST /v1/chat/completions/render",
     "POST /v1/completions/render",
     "POST /v1/responses",
+    "GET /v1/responses/resp_{key}",
+    "DELETE /v1/responses/resp_{key}",
     "POST /tokenize",
     "POST /detokenize",
     "POST /reset_prefix_cache",

@@ -353,14 +353,14 @@ def test_cached_tokens_of_the_prompt_are_in_the_usage(server):
     assert whole(server)["usage"]["input_tokens_details"] == {"cached_tokens": 16}
 
 
-def test_the_response_repeats_the_request_and_says_that_nothing_is_stored(server):
+def test_the_response_repeats_the_request_and_says_that_it_is_stored(server):
     server.script.plan([2])
     asked = {"instructions": "Be brief.", "metadata": {"run": "7"}, "user": "me", "top_p": 0.5, "tool_choice": "none"}
     answer = whole(server, **asked, **TOOLS, parallel_tool_calls=False)
     assert {name: answer[name] for name in asked} == asked
     assert [tool["name"] for tool in answer["tools"]] == ["weather", "clock"]
     assert (answer["parallel_tool_calls"], answer["temperature"], answer["truncation"]) == (False, 0.6, "disabled")
-    assert (answer["store"], answer["previous_response_id"], answer["error"]) == (False, None, None)
+    assert (answer["store"], answer["previous_response_id"], answer["error"]) == (True, None, None)
     assert (answer["object"], answer["model"], answer["text"]) == ("response", "tiny", {"format": {"type": "text"}})
     plain = whole(server)
     assert (plain["metadata"], plain["tools"], plain["tool_choice"]) == ({}, [], "auto")

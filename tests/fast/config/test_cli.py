@@ -468,7 +468,7 @@ def test_help_has_the_type_and_the_default_of_every_setting(name: str) -> None:
     default = field.get_default(call_default_factory=True)
     if default not in (None, [], {}, ""):
         assert f"[default: {str(default).lower()}, " in str(action.help)
-    kinds = {int: "N SECONDS", float: "SECONDS SHARE"}
+    kinds = {int: "N SECONDS SIZE", float: "SECONDS SHARE"}
     assert action.nargs == 0 or str(action.metavar) in kinds.get(type(default), str(action.metavar)).split()
 
 
