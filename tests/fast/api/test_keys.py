@@ -24,7 +24,7 @@ CLOSED = [
     *(("GET", path) for path in "/metrics /nothing/here //health /health/ /health/../v1/models /%2e/metrics".split()),
     *(("POST", path) for path in "/v1/chat/completions /v1/completions /tokenize /detokenize".split()),
     ("POST", "/v1/chat/completions/render"),
-    *((method, "/v1/models") for method in ("HEAD", "DELETE", "OPTIONS")),
+    *((method, "/v1/models") for method in ("HEAD", "PUT", "OPTIONS")),
 ]
 SERVED = {"api_key": KEYS, "allowed_origins": [ORIGIN["Origin"]]}
 
@@ -174,7 +174,7 @@ def test_a_browser_may_ask_from_an_allowed_origin(server, path):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"Origin": "https://evil.example"}, {"Access-Control-Request-Method": "DELETE"}], ids=["origin", "method"]
+    "wrong", [{"Origin": "https://evil.example"}, {"Access-Control-Request-Method": "PUT"}], ids=["origin", "method"]
 )
 def test_a_refused_preflight_is_told_in_openais_shape(server, wrong):
     response = server.http.options("/v1/models", headers=ORIGIN | {"Access-Control-Request-Method": "POST"} | wrong)

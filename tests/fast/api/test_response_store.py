@@ -38,7 +38,8 @@ def ask(
 
 
 def prompt(server: Server, **fields: Any) -> str:
-    server.script.forget()
+    """The prompt that the engine was given for a request with these fields."""
+    server.settle()
     ask(server, **fields)
     return server.prompt()
 
@@ -59,7 +60,6 @@ def test_a_request_continues_the_conversation_of_a_response(server, stream):
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "12"}
     whole = prompt(server, input=[{"role": "user", "content": "hello"}, *first["output"], result])
     second = ask(server, "Twelve.", stream, input=[result], previous_response_id=first["id"])
-    server.script.forget()
     assert second["previous_response_id"] == first["id"]
     assert prompt(server, input=[result], previous_response_id=first["id"]) == whole
     third = messages(prompt(server, input="bye", previous_response_id=second["id"]))

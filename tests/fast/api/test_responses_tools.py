@@ -7,7 +7,7 @@ import pytest
 
 from app.api import stream
 from tests.fast.api.errors import error_of
-from tests.fast.api.served import Server
+from tests.fast.api.served import CHATML, Server
 from tests.fast.api.templates import HELLO, QWEN
 
 PATH, CHAT = "/v1/responses", "/v1/chat/completions"
@@ -88,6 +88,15 @@ def test_a_tool_of_another_type_is_left_out_with_a_warning_and_never_reaches_the
     assert (prompt := server.prompt()) and "other" not in prompt and "<tools>" not in prompt
 
 
+@pytest.mark.parametrize("path", [PATH, CHAT])
+def test_with_no_function_left_a_template_without_tools_serves_and_no_text_is_a_call(start, path):
+    server = start(CHATML, tool_call_parser="qwen3")
+    server.plan_text(CALL)
+    answer = ask(server, path, tools=[SEARCH])
+    told = answer["output"][0]["content"][0]["text"] if path == PATH else answer["choices"][0]["message"]["content"]
+    assert told == CALL
+
+
 def test_a_tool_inside_a_namespace_is_left_out_under_its_own_path(server):
     server.script.plan([2])
     group = AGENTS | {"tools": [PATCH, AGENTS, SPAWN]}
@@ -143,6 +152,28 @@ def test_a_call_is_answered_with_its_namespace_and_its_bare_name(server, choice,
     result = {"type": "function_call_output", "call_id": item["call_id"], "output": "started"}
     ask(server, input=[HELLO, item, result], tools=TOOLS)
     assert CALL in server.prompt(), "the model reads the name that it wrote"
+
+
+CALLS = {
+    "qwen3": CALL,
+    "hermes": CALL,
+    "llama3_json": '{"name": "multi_agent_v1__spawn_agent", "parameters": {"message": "hi"}}',
+    "harmony": "<|channel|>commentary to=functions.multi_agent_v1__spawn_agent <|constrain|>json<|message|>"
+    '{"message": "hi"}<|call|>',
+    "qwen3_coder": "<tool_call>\n<function=multi_agent_v1__spawn_agent>\n<parameter=message>\nhi\n</parameter>\n"
+    "</function>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("form", CALLS)
+def test_a_call_of_every_format_is_answered_with_its_namespace(start, form, stream):
+    server = start(QWEN, tool_call_parser=form)
+    server.plan_text(CALLS[form])
+    answer = events(server, tools=TOOLS)[-1]["response"] if stream else ask(server, tools=TOOLS)
+    (item,) = answer["output"]
+    assert (item["namespace"], item["name"]) == ("multi_agent_v1", "spawn_agent")
+    assert json.loads(item["arguments"]) == {"message": "hi"}
 
 
 def test_a_call_of_a_plain_function_has_no_namespace(server):
