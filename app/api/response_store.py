@@ -101,14 +101,14 @@ class ResponseStore:
         found = self._stored.get(identifier)
         return found if found is not None and found.owner == owner else None
 
-    def with_items(self, owner: str, ids: set[str]) -> list[Turn]:
-        """Return the owner's turns, the newest first, that have these items together, as far as they are here."""
+    def with_items(self, owner: str, ids: set[str]) -> tuple[list[Turn], set[str]]:
+        """Return the owner's turns, the newest first, that have these items together, and the ids that none has."""
         turns, missing = list[Turn](), set(ids)
         for stored in reversed(self._stored.values()):
             if missing and stored.owner == owner and missing & stored.turn.ids:
                 turns.append(stored.turn)
                 missing -= stored.turn.ids
-        return turns
+        return turns, missing
 
     def delete(self, owner: str, identifier: str) -> bool:
         """Drop a response. Returns False if there is none, also for another client's."""

@@ -130,11 +130,11 @@ def _recall(store: ResponseStore, asked: items.ResponsesRequest, held: Held) -> 
         previous = stored.turn
     given = asked.input if isinstance(asked.input, list) else []
     wanted = {item.id: index for index, item in enumerate(given) if isinstance(item, items.ItemReference)}
-    referred = store.with_items(held.client_id, set(wanted)) if wanted else []
-    for identifier, index in wanted.items():
-        if not any(identifier in turn.ids for turn in referred):
-            param = f"input.{index}.id"
-            raise store.gone(f"`{param}`: the item {shown(identifier)}", param, "item_not_found")
+    referred, missing = store.with_items(held.client_id, set(wanted))
+    if missing:
+        identifier = min(missing, key=lambda each: wanted[each])
+        param = f"input.{wanted[identifier]}.id"
+        raise store.gone(f"`{param}`: the item {shown(identifier)}", param, "item_not_found")
     held.add(sum(len(turn.items) for turn in (previous, *referred) if turn is not None))
     return Recalled(previous, referred)
 

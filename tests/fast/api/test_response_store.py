@@ -273,10 +273,10 @@ def test_a_response_is_forgotten_after_its_time_and_nothing_of_it_is_left(monkey
     async def fill() -> None:
         kept = Kept(2**20)
         first = kept.add("me")
-        assert kept.store.with_items("me", {"item_1"}) and not kept.store.with_items("you", {"item_1"})
+        assert kept.store.with_items("me", {"item_1"})[0] and not kept.store.with_items("you", {"item_1"})[0]
         while kept.has("me", first) == [True]:
             await asyncio.sleep(0.005)
-        assert not kept.store.with_items("me", {"item_1"})
+        assert kept.store.with_items("me", {"item_1"}) == ([], {"item_1"})
         assert not kept.store._stored and not kept.store._num_bytes
 
     asyncio.run(fill())
