@@ -208,19 +208,19 @@ struct Int8Work : Work {
   using Number = Own::Number;
   const Product of;
   const Int8Rows x;
-  const int64_t in = of.rows.size, panels = (of.out + PANEL - 1) / PANEL, threads, size;  // panels of a part
+  const int64_t in = of.rows.size, panels = (of.out + PANEL - 1) / PANEL, size;  // panels of a part
 
-  Int8Work(const Product& of, const Int8Rows& x, int64_t threads, int64_t size)
-      : Work((of.out + size * PANEL - 1) / (size * PANEL)), of(of), x(x), threads(threads), size(size) {}
+  Int8Work(const Product& of, const Int8Rows& x, int64_t size)
+      : Work((of.out + size * PANEL - 1) / (size * PANEL)), of(of), x(x), size(size) {}
 
   const int8_t* at(int64_t panel) const { return static_cast<const int8_t*>(of.weight) + panel * PANEL * in; }
 
   void run(int64_t part) const override {
-    const int64_t first = part * size, last = std::min(first + size, panels), then = (part + threads) * size;
+    const int64_t first = part * size, last = std::min(first + size, panels);
     const int64_t block = std::max<int64_t>(MOST_ROWS, BLOCK_BYTES / x.stride / MOST_ROWS * MOST_ROWS);
     for (int64_t row = 0; row < of.rows.count; row += block)
       for (int64_t panel = first; panel < last; panel++) {
-        const int64_t next = panel + 1 < last ? panel + 1 : then < panels ? then : panel;  // others take those between
+        const int64_t next = panel + 1 < panels ? panel + 1 : panel;
         outputs(row, std::min(block, of.rows.count - row), panel, at(next));
       }
   }
@@ -335,7 +335,7 @@ void add_int8_product(Works& works, const Product& of, int64_t threads) {
   const Int8Rows x(of.rows);
   const int64_t size = std::clamp<int64_t>(of.out / (8 * PANEL * threads), 1, 16);
   works.push_back(std::make_unique<Function>(of.rows.count, [x](int64_t row) { x.round(row); }));
-  works.push_back(std::make_unique<Int8Work>(of, x, threads, size));
+  works.push_back(std::make_unique<Int8Work>(of, x, size));
 }
 
 }  // namespace OPERATORS

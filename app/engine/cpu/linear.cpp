@@ -143,11 +143,12 @@ struct ProductWork : Work {
   using Written = typename Result::Number;
   const Product of;
   const int64_t in = of.rows.size, out = of.out, whole = in / Own::STEP, steps = (in + Own::STEP - 1) / Own::STEP;
-  const int64_t tiles = out / OUTS, threads, group = size_of_group(out, threads), groups = (tiles + group - 1) / group;
+  const int64_t tiles = out / OUTS, group, groups = (tiles + group - 1) / group;
   const Number* weight = static_cast<const Number*>(of.weight);
   const Own::Number* bias = static_cast<const Own::Number*>(of.bias);
 
-  ProductWork(const Product& of, int64_t threads) : Work(num_parts(of.out, threads)), of(of), threads(threads) {}
+  ProductWork(const Product& of, int64_t threads)
+      : Work(num_parts(of.out, threads)), of(of), group(size_of_group(of.out, threads)) {}
 
   static int64_t size_of_group(int64_t out, int64_t threads) {
     return std::clamp<int64_t>(out / OUTS / (8 * threads), 1, GROUP);
@@ -241,8 +242,8 @@ struct ProductWork : Work {
   int64_t end_of(int64_t part) const { return part < groups ? first_of(part + 1) : out; }
 
   void run_to(int64_t part, const Place<Written>& to) const {
-    const int64_t then = part + threads, at = first_of(part);  // the others take those between
-    const Number* next = then < parts ? weight + first_of(then) * in : nullptr;
+    const int64_t at = first_of(part);
+    const Number* next = part + 1 < parts ? weight + first_of(part + 1) * in : nullptr;
     if (part == groups) return outputs<1>(packed(), at, out - at, to, next);
     outputs<OUTS>(packed(), at, (end_of(part) - at) / OUTS, to, next);
   }

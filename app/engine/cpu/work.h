@@ -43,12 +43,21 @@ using Works = std::vector<std::unique_ptr<Work>>;
 
 // A thread of a team, as the others see it.
 struct Member {
+  // Parts of its share of a work that nobody has begun.
+  struct Left {
+    uint64_t number : 24, first : 20, end : 20;
+  };
+
+  const int64_t index;
+  alignas(64) std::atomic<Left> left = Left{};  // in a line of its own, because others only read it at their end
   std::atomic<pid_t> id = 0;
   std::atomic<int> core = -1;  // the last that it took a part on
   std::atomic<bool> takes_parts = false;
   bool gave_core = false;  // to another, so it leaves before its next part
   Member* next = nullptr;
   std::mutex moving;  // or another move would find, and keep, the cores of this one
+
+  explicit Member(int64_t index) : index(index) {}
 
   // Return false if its processor time stands still. That of another process' thread, as after a fork, is unknown.
   bool runs() const {
@@ -76,8 +85,10 @@ struct Member {
   }
 };
 
-// Threads that run works, one after another. A work ends when its parts are done, whoever did them. Who finds no part
-// waits in a loop for a moment, and then sleeps, so that its core is free for the thread that has one.
+// Threads that run works, one after another. Each begins with its own share of the parts, one after the other, because
+// memory is read faster so, and then takes the last ones of others. A work ends when its parts are done, whoever did
+// them. Who finds no part waits in a loop for a moment, and then sleeps, so that its core is free for the thread that
+// has one.
 //
 // A busy neighbour takes the core of a thread in the middle of a part, for some milliseconds, and the others wait. So
 // who is about to sleep brings that thread to its own core, and later leaves for one where no member is. It shares that
@@ -95,7 +106,7 @@ class Team {
     }
     std::lock_guard turn(turn_);
     for (; started_ < threads - 1; started_++) {
-      Member* member = new Member;
+      Member* member = new Member(started_ + 1);
       member->next = members_;
       members_ = member;
       std::thread([this, member] { help(*member); }).detach();
@@ -112,9 +123,9 @@ class Team {
   }
 
  private:
-  // The number of a work that is open, its parts, and the next of them.
+  // The number of a work that is open, its parts, and the members that share them.
   struct Ticket {
-    uint64_t number : 24, parts : 20, next : 20;
+    uint64_t number : 24, parts : 20, members : 20;
   };
 
   static constexpr auto PATIENCE = std::chrono::microseconds(40);  // about what it takes to wake a thread
@@ -128,7 +139,7 @@ class Team {
     Ticket ticket = ticket_.load();
     ticket.number++;
     ticket.parts = is_end ? 0 : (*next_)->parts;
-    ticket.next = 0;
+    ticket.members = started_ + 1;
     if (!is_end) work_ = (next_++)->get();
     done_ = 0;
     ticket_ = ticket;
@@ -138,19 +149,40 @@ class Team {
     wake_.notify_all();
   }
 
+  // Take a part of a member's share, its first or its last. Return -1 if none is left, or another work is open.
+  int64_t take(Ticket ticket, Member& of, bool is_first) {
+    Member::Left left = of.left.load();
+    while (true) {
+      Member::Left taken = left;
+      if (left.number != ticket.number) {  // nobody has begun the share, or it is of a later work
+        if (ticket_.load().number != ticket.number) return -1;
+        taken.number = ticket.number;
+        taken.first = ticket.parts * of.index / ticket.members;
+        taken.end = ticket.parts * (of.index + 1) / ticket.members;
+      }
+      if (taken.first == taken.end) return -1;
+      const int64_t part = is_first ? taken.first++ : --taken.end;
+      if (of.left.compare_exchange_weak(left, taken)) return part;
+    }
+  }
+
+  // Take a part of this member's share, or of another's.
+  int64_t take(Ticket ticket, Member& me) {
+    int64_t part = take(ticket, me, true);
+    for (Member* other = members_; part < 0 && other; other = other->next)
+      if (other != &me) part = take(ticket, *other, false);
+    return part;
+  }
+
   // Run parts until none is left. Return the ticket that has none.
   Ticket take_parts(Member& me) {
     me.takes_parts = true;
     Ticket ticket = ticket_.load();
-    while (ticket.next < ticket.parts) {
+    for (int64_t part; (part = take(ticket, me)) >= 0; ticket = ticket_.load()) {
       if (me.gave_core) leave(me);
-      Ticket taken = ticket;
-      taken.next++;
-      if (!ticket_.compare_exchange_weak(ticket, taken)) continue;
       me.core.store(sched_getcpu(), std::memory_order_relaxed);
-      work_.load()->run(ticket.next);  // it stays open until this part is done
+      work_.load()->run(part);  // it stays open until this part is done
       if (++done_ == int64_t(ticket.parts)) open();
-      ticket = ticket_.load();
     }
     me.takes_parts = false;
     return ticket;
@@ -215,7 +247,7 @@ class Team {
   std::atomic<bool> ended_ = true;
   const std::unique_ptr<Work>*next_ = nullptr, *end_ = nullptr;
   int64_t started_ = 0;
-  Member caller_;
+  Member caller_{0};
   std::atomic<Member*> members_ = &caller_;
 };
 

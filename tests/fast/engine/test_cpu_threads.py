@@ -12,6 +12,7 @@ from app.engine.cpu import library
 PROGRAM = Path(__file__).with_name("threads.cpp")
 PROMISES = [
     "others take the parts of a slow thread",
+    "each thread begins with its own share in order",
     "who has no part sleeps while another has the last",
     "threads without work do not run",
     "threads may run on all cores of the process, whoever waited for them",

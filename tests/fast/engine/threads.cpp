@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <fstream>
 #include <iterator>
+#include <map>
 #include <numeric>
 #include <random>
 #include <set>
@@ -67,6 +68,29 @@ bool others_take_the_parts_of_a_slow_thread() {
                       }};
   run({work, work, work});
   return done == 150;
+}
+
+// Nobody takes a second part before all have a first one.
+bool each_thread_begins_with_its_own_share_in_order() {
+  constexpr int64_t SHARE = 10;
+  std::map<int, std::vector<int64_t>> taken;
+  std::mutex lock;
+  std::atomic<size_t> begun = 0;
+  run({{THREADS * SHARE, [&](int64_t part) {
+          {
+            std::lock_guard guard(lock);
+            taken[own_id()].push_back(part);
+            begun = taken.size();
+          }
+          until([&] { return begun == THREADS; });
+        }}});
+  std::set<int64_t> shares;
+  for (const auto& [thread, parts] : taken) {
+    shares.insert(parts[0]);
+    for (size_t i = 1; i < parts.size() && parts[i] / SHARE == parts[0] / SHARE; i++)
+      if (parts[i] != parts[i - 1] + 1) return false;
+  }
+  return shares == std::set<int64_t>{0, SHARE, 2 * SHARE};
 }
 
 bool who_has_no_part_sleeps_while_another_has_the_last() {
@@ -161,6 +185,7 @@ bool calls_of_many_threads_take_turns() {
 
 const std::vector<std::pair<std::string, bool (*)()>> PROMISES = {
     {"others take the parts of a slow thread", others_take_the_parts_of_a_slow_thread},
+    {"each thread begins with its own share in order", each_thread_begins_with_its_own_share_in_order},
     {"who has no part sleeps while another has the last", who_has_no_part_sleeps_while_another_has_the_last},
     {"threads without work do not run", threads_without_work_do_not_run},
     {"threads may run on all cores of the process, whoever waited for them",
