@@ -113,20 +113,29 @@ class ChatTemplate:
     def render_joining(self, messages: list[dict[str, Any]], **options: Any) -> tuple[str, bool]:
         """Return the prompt of `messages`, and whether their system messages had to be joined for it.
 
-        Where the template refuses several of them, or one that comes late, it gets them as one, the first. Both
-        renderings share the limits of one, and the error is that of the first. Raises ChatTemplateError. The options:
+        Where the template refuses several of them, or one that comes late, or leaves one out, it gets them as one, the
+        first. Both renderings share the limits of one, and the error is that of the first. Raises ChatTemplateError.
 
         With `add_generation_prompt` it ends where the assistant speaks. With `continue_final_message` it ends where the
         text of the last message ends. `switches` are variables that only this template knows, like `enable_thinking`.
         """
+        system = [message["content"] for message in messages if message["role"] == "system"]
+        others = [message for message in messages if message["role"] != "system"]
+        text, error = "", None
         with self._environment.limits():
             try:
-                return self._render(messages, **options), False
-            except ChatTemplateError:
+                text = self._render(messages, **options)
+            except ChatTemplateError as refusal:
+                error = refusal
+            if any(message["role"] == "system" for message in messages[1:]) and (error or not _has_all(text, system)):
+                first = {"role": "system", "content": "\n\n".join(filter(None, system))}
                 with suppress(ChatTemplateError):
-                    if any(message["role"] == "system" for message in messages[1:]):
-                        return self._render(_with_one_system_message(messages), **options), True
-                raise
+                    joined = self._render([first, *others], **options)
+                    if error or _has_all(joined, system):
+                        return joined, True
+        if error:
+            raise error
+        return text, False
 
     def _render(
         self,
@@ -166,10 +175,14 @@ class ChatTemplate:
         return text[:end]
 
 
-def _with_one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    system = [message["content"] for message in messages if message["role"] == "system"]
-    others = [message for message in messages if message["role"] != "system"]
-    return [{"role": "system", "content": "\n\n".join(filter(None, system))}, *others]
+def _has_all(text: str, parts: list[str]) -> bool:
+    """Return whether a text has these parts, one behind the other. Templates may trim them."""
+    end = 0
+    for part in map(str.strip, parts):
+        if (start := text.find(part, end)) < 0:
+            return False
+        end = start + len(part)
+    return True
 
 
 def _set_before_read(tree: jinja2.nodes.Template) -> set[str]:

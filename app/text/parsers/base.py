@@ -238,7 +238,7 @@ class CallFormat:
     opening: str  # of a call, up to the function's name
     key: str = ""  # name of the arguments in a call that is a JSON object
     around_name: str = ""  # in other formats, the text around a name, which is {} in it
-    # Returns messages and tools as the family's chat templates read them, or raises ValueError. None: as they are.
+    # Returns messages and tools as the family's chat templates read them. None: as they are.
     for_template: Callable[[list[Json], list[Json] | None], tuple[list[Json], list[Json] | None]] | None = None
 
     def prefix(self, function: str | None) -> str:

@@ -180,10 +180,8 @@ def for_template(messages: list[Json], tools: list[Json] | None) -> tuple[list[J
     """Return messages and tools as gpt-oss's chat template reads them, because it would drop some of what they say.
 
     Reasoning is `thinking`. A message with calls has only that, with its content in it. Each function has a
-    description. Raises ValueError for a system message after others.
+    description.
     """
-    if any(message["role"] == "system" for message in messages[1:]):
-        raise ValueError("a system message comes after others, where it would be left out")
     read: list[Json] = []
     for message in messages:
         thinking = [message[key] for key in ("reasoning_content", "content") if message.get(key)]

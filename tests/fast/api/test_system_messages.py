@@ -18,6 +18,12 @@ NONE_AT_ALL = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system, at ' ~ loop.index) }}"
     "{% endif %}{% endfor %}" + CHATML
 )
+LAST_ONLY = (
+    "{% set ns = namespace(said='') %}{% for m in messages %}{% if m.role == 'system' %}"
+    "{% set ns.said = m.content | trim %}{% endif %}{% endfor %}{{ ns.said ~ '\n' }}"
+    "{% for m in messages if m.role != 'system' %}{{ m.role ~ ': ' ~ m.content ~ '\n' }}{% endfor %}"
+)
+"""Leaves the others out, as that of DeepSeek-R1's distilled models does."""
 KIND, BRIEF = {"role": "system", "content": "Be kind."}, {"role": "developer", "content": "Be brief."}
 EMPTY = {"role": "system", "content": ""}
 HI = {"role": "assistant", "content": "hi"}
@@ -102,6 +108,28 @@ def test_where_the_template_takes_them_nothing_is_moved(start: Start) -> None:
     assert "warnings" not in answer
     prompt = server.prompt()
     assert prompt == written(*messages) + "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("messages", [[KIND, BRIEF, HELLO], [KIND, HELLO, BRIEF]], ids=["two", "late"])
+def test_those_that_the_template_would_leave_out_are_joined_too(start: Start, messages: list[dict[str, str]]) -> None:
+    server = start(LAST_ONLY)
+    answer = server.http.post("/v1/chat/completions", json={"messages": messages}).json()
+    assert [warning["code"] for warning in answer["warnings"]] == ["system_messages_joined"]
+    prompt = server.prompt()
+    assert prompt == "Be kind.\n\nBe brief.\nuser: hello\n"
+    server.http.post("/v1/chat/completions", json={"messages": [KIND, HELLO, KIND]})
+    assert server.prompt() == "Be kind.\n\nBe kind.\nuser: hello\n", "one that is said twice too"
+
+
+@pytest.mark.parametrize(
+    ("changed", "prompt"),
+    [("m.content | upper", "BE KIND. .HELLO.BE BRIEF.."), ("m.content | trim", "Be kind..hello.Be brief..")],
+)
+def test_those_that_the_template_changes_stay_where_they_are(start: Start, changed: str, prompt: str) -> None:
+    server = start(f"{{% for m in messages %}}{{{{ {changed} }}}}.{{% endfor %}}")
+    messages = [KIND | {"content": "Be kind. "}, HELLO, BRIEF]
+    answer = server.http.post("/v1/chat/completions", json={"messages": messages}).json()
+    assert "warnings" not in answer and server.prompt() == prompt
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/tokenize", "/v1/chat/completions/render"])

@@ -134,12 +134,14 @@ def test_the_server_reads_what_was_made(tmp_path: Path) -> None:
         "top_p": 0.949999988079071,
         "penalty_repeat": 1.0499999523162842,
     }
-    metadata = metadata_of("llama-bpe") | {"tokenizer.chat_template": template}
+    named = {"tokenizer.chat_template": template, "tokenizer.chat_template.tool_use": "{{ tools | length }} tools"}
+    metadata = metadata_of("llama-bpe") | named
     metadata |= {f"general.sampling.{key}": value for key, value in sampling.items()}
     for name, content in text_files(metadata).items():
         (tmp_path / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
     tokenizer = Tokenizer(tmp_path, {"vocab_size": 4096, "model_type": "llama"})
     assert tokenizer.chat_template.source == template
+    assert tokenizer.render([], tools=[{}]).text == "1 tools"
     defaults = tokenizer.defaults
     assert (defaults.temperature, defaults.top_k, defaults.top_p, defaults.min_p) == (0.6, 20, 0.95, 0.0)
     assert defaults.repetition_penalty == 1.05
