@@ -18,9 +18,9 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 class JsonReader:
     """Reader of one JSON value, which begins with one of the tokens `first`.
 
-    Models mix in Python: single quotes, True, False, None, and line breaks in strings. These are read as the JSON
-    that is meant. All else is strict, and nothing is evaluated. With `stops` the reading stops once, behind the bracket
-    of the first object inside.
+    Models mix in Python: single quotes, True, False, None, a comma behind the last item, and line breaks in strings.
+    These are read as the JSON that is meant. All else is strict, and nothing is evaluated. With `stops` the reading
+    stops once, behind the bracket of the first object inside.
     """
 
     def __init__(self, first: str = "{", *, stops: bool = False) -> None:
@@ -28,6 +28,7 @@ class JsonReader:
         self._open: list[str] = []  # brackets
         self._quote = ""  # of the string that is being read
         self._word: list[str] = []  # pieces of a number or a literal
+        self._comma = ""  # with the white space behind it, until it is known to be needed
         self._tail = ""  # an escape that may go on
         self._stops = stops
         self.has_stopped = self.is_whole = self.is_broken = False
@@ -43,7 +44,7 @@ class JsonReader:
     @property
     def pending(self) -> str:
         """The text that was read and not returned yet."""
-        return "".join(self._word) + self._tail
+        return self._comma + "".join(self._word) + self._tail
 
     def read(self, text: str) -> tuple[str, str]:
         """Return what is certain of the value, as JSON, and the rest: what follows the value, or is no JSON."""
@@ -57,6 +58,7 @@ class JsonReader:
                 return "".join(read), ""
             lexeme = found[0] if found else ""
             if not self._quote and lexeme[:1] not in "{}[],:\"'" + SPACE and (self._word or "w" in self._next):
+                read.append(self._take_comma())
                 self._word.append(lexeme)
                 at += len(lexeme)
                 continue
@@ -66,6 +68,7 @@ class JsonReader:
             taken = self._take(lexeme) if lexeme else None
             if taken is None:
                 self.is_broken, self._quote = True, ""
+                read.append(self._take_comma())
                 break
             read.append(taken)
             at += len(lexeme)
@@ -78,6 +81,9 @@ class JsonReader:
         """Return a lexeme as JSON, or None if it cannot follow."""
         if self._quote:
             return self._take_in_string(lexeme)
+        if lexeme[0] in SPACE and self._comma:
+            self._comma += lexeme
+            return ""
         if lexeme[0] in SPACE:
             return lexeme if self._open else ""
         token = '"' if lexeme == "'" else lexeme
@@ -90,13 +96,20 @@ class JsonReader:
             case "}" | "]":
                 self._open.pop()
                 self._end_value()
+                return self._take_comma()[1:] + token
             case ":":
                 self._next = VALUE
             case ",":
-                self._next = '"' if self._open[-1] == "{" else VALUE
+                self._comma = ","
+                self._next = '"}' if self._open[-1] == "{" else f"{VALUE}]"
+                return ""
             case _:
                 self._quote = lexeme
-        return token
+        return self._take_comma() + token
+
+    def _take_comma(self) -> str:
+        comma, self._comma = self._comma, ""
+        return comma
 
     def _take_in_string(self, lexeme: str) -> str:
         if lexeme == self._quote:

@@ -164,6 +164,7 @@ def test_without_reasoning_its_tags_are_content():
         ),
         ('{"name": "f", "arguments": {"x": "a\n\tb"}}', '{"x": "a\\n\\tb"}'),
         ('{"name": "f", "arguments": {"x": 1}', '{"x": 1}'),
+        ('{"name": "f", "arguments": {"x": [1, 2,\n], }, }', '{"x": [1, 2\n] }'),
     ],
 )
 @pytest.mark.parametrize("end", ["</tool_call>", "", "</tool_c", "<"])
@@ -199,7 +200,8 @@ def test_a_block_that_is_no_call_is_content_as_written(inside, end):
         ('{"x": Bern}} \n', '{"x": Bern}}'),
         ('{"x": "say "hi""}}', '{"x": "say "hi""}}'),
         ('{"x": "\\d"}}', '{"x": "\\d"}}'),
-        ('{"x": 1,}}', '{"x": 1,}}'),
+        ('{"x": 1, ', '{"x": 1, '),
+        ('{"x": 1,,}}', '{"x": 1,,}}'),
         (f'{{"x": {"[" * 64}', f'{{"x": {"[" * 64}'),
     ],
 )
