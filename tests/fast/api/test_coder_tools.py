@@ -144,6 +144,15 @@ def test_calls_are_taken_out_and_what_is_no_call_is_content(server, output, cont
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_the_limit_cuts_behind_a_parameter_may_lack_others_and_is_not_whole(server, stream):
+    text = CALL.partition("\n</function>")[0]
+    server.plan_text(text, 1)
+    cut = ask(server, stream, max_tokens=len(server.bytes(text)))
+    assert cut[1:4] == ("", "length", [("write", '{"mode": 420')])
+    assert ask(server, stream)[1:4] == ("", "tool_calls", CALLED), "a model that ends by itself left out an end tag"
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("choice", "prefix", "rest"),
     [
