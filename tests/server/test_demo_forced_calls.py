@@ -38,12 +38,14 @@ def post(url: str, path: str, body: dict[str, object]) -> dict[str, object]:
     return dict(response.json())
 
 
-def written(message: dict[str, Any]) -> str:
-    """Return the text of a message, which is its content unless it could be parsed as a call."""
+def written(choice: dict[str, Any]) -> str:
+    """Return the text of a choice, which is its content unless it begins a call. A broken call has it all."""
+    message = choice["message"]
     if message["content"] is not None:
         return str(message["content"])
     (call,) = message["tool_calls"]
-    return f"{OPENING} {call['function']['arguments']}}}\n</tool_call>"
+    text = f"{OPENING} {call['function']['arguments']}"
+    return text + "}\n</tool_call>" if choice["finish_reason"] == "tool_calls" else text.replace("\\n", "\n")
 
 
 @pytest.mark.parametrize("thinking", [True, False])
@@ -58,8 +60,8 @@ def test_a_forced_call_is_the_plain_continuation_of_its_prompt_and_prefix(url, t
     named = {"tool_choice": {"type": "function", "function": {"name": "weather"}}, "max_tokens": 48}
     forced = post(url, "/v1/chat/completions", ASK | template | named | {"speculate": speculate} | sampling)
     (choice,) = forced["choices"]
-    assert written(choice["message"]) == OPENING + plain["choices"][0]["text"]
-    is_call = choice["message"]["content"] is None
+    assert written(choice) == OPENING + plain["choices"][0]["text"]
+    is_call = choice["finish_reason"] == "tool_calls"
     assert choice["finish_reason"] == ("tool_calls" if is_call else plain["choices"][0]["finish_reason"])
     assert forced["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
     unread = int(is_call)  # the end mark, because the answer ends with its one call

@@ -81,7 +81,7 @@ class Reasoning(Protocol):
         """True if a text that came now would be the first of the content."""
 
     def quotes(self, space: str) -> bool:
-        """Return True if a tag behind this white space would be an example, in code of the reasoning."""
+        """Return True if a tag behind this white space would be an example, quoted in the reasoning."""
 
     def end(self) -> tuple[str, str]:
         """Return the held reasoning and content before a call, which ends the reasoning."""
@@ -176,6 +176,10 @@ class CallParser(ABC):
     def _is_space(self, lexeme: str) -> bool:
         return lexeme[0] in SPACE
 
+    def _space_before(self) -> str:
+        """Return the white space before the tag that may open a call."""
+        return "".join(self._space)
+
     def _read(self, text: str) -> None:
         at = 0
         while found := self.lexeme.match(text, at):
@@ -190,7 +194,7 @@ class CallParser(ABC):
             self._space.append(lexeme)
         elif self._opens(lexeme):
             # With a quoted tag the one right behind it is quoted.
-            self._is_quoted = self._is_quoted or self.reasoning.quotes("".join(self._space))
+            self._is_quoted = self._is_quoted or self.reasoning.quotes(self._space_before())
             (self._show if self._is_quoted else self._begin_head)(lexeme)
         else:
             self._is_quoted = False

@@ -20,6 +20,9 @@ class Llama3Calls(JsonObjectCalls):
     def _is_space(self, lexeme: str) -> bool:
         return super()._is_space(lexeme) or lexeme == PYTHON_TAG or (lexeme == ";" and self._after_call)
 
+    def _space_before(self) -> str:
+        return super()._space_before().partition(PYTHON_TAG)[0]
+
     def _opens(self, lexeme: str) -> bool:
         return lexeme == "{" and (self._after_call or PYTHON_TAG in self._space or self.reasoning.begins_content)
 

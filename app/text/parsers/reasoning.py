@@ -6,6 +6,7 @@ from enum import Enum, auto
 from app.text.parsers.base import SPACE, num_held
 
 THINK, END_THINK = "<think>", "</think>"
+_QUOTATION_MARKS = "\"'\u201c\u2018\u00ab\u300c"
 
 
 class _Stage(Enum):
@@ -28,7 +29,7 @@ class ReasoningParser:
         self._tail = ""  # maybe the beginning of a tag
         self._space: list[str] = []  # white space that is shown only if text follows
         self._drop_space = starts_in_reasoning
-        self._code = _Code()
+        self._quotation = _Quotation()
         self._may_close = False  # a closing tag may follow a call
         self._has_content = False
         self.has_reasoned = False
@@ -45,13 +46,13 @@ class ReasoningParser:
         return self._stage is _Stage.CONTENT and not self._has_content
 
     def quotes(self, space: str) -> bool:
-        """Return True in a fence of the reasoning, or in a span of code on its last line."""
-        self._code.read(space)
-        return self._stage is _Stage.REASONING and self._code.is_open
+        """Return True behind a quotation mark of the reasoning, in a fence, or in a span of code on its last line."""
+        self._quotation.read(space)
+        return self._stage is _Stage.REASONING and self._quotation.is_open
 
     def push(self, text: str) -> tuple[str, str]:
         """Return the certain reasoning and the certain content of this piece."""
-        self._code.read(text if self._stage is not _Stage.CONTENT else "")
+        self._quotation.read(text if self._stage is not _Stage.CONTENT else "")
         text = self._tail + text
         has_tags = self._may_close or self._stage is not _Stage.CONTENT
         cut = len(text) - num_held(text, *((THINK, END_THINK) if has_tags else ()))
@@ -139,20 +140,22 @@ class ReasoningParser:
         return text
 
 
-class _Code:
-    """Markdown's code in a text that comes in pieces: fences, and spans in a line."""
+class _Quotation:
+    """Quotations in a text that comes in pieces: Markdown's fences, spans of code in a line, and quotation marks."""
 
     def __init__(self) -> None:
         self._in_fence = self._in_span = False
         self._num_ticks = 0  # at the end of the text
+        self._last = " "
 
     @property
     def is_open(self) -> bool:
-        """True if the text ends in code."""
+        """True if what follows the text is quoted."""
         self._close_ticks()
-        return self._in_fence or self._in_span
+        return self._in_fence or self._in_span or self._last in _QUOTATION_MARKS
 
     def read(self, text: str) -> None:
+        self._last = text[-1:] or self._last
         for lexeme in re.findall("`+|[^`]+", text):
             if lexeme[0] == "`":
                 self._num_ticks += len(lexeme)

@@ -319,9 +319,11 @@ def test_a_call_ends_the_thought_in_which_it_is_written(form, after, content, op
 
 @IN_THOUGHT
 @pytest.mark.parametrize(
-    "quote", ["`{}`", "as in\n```xml\n{}\n```\n", "so ``{}``, then", "```\na\n```\n`b` and ```{}```"], ids=range(4)
+    "quote",
+    ["`{}`", "as in\n```xml\n{}\n```\n", "so ``{}``, then", "```\na\n```\n`b` and ```{}```", '"{}"', "\u201c{}\u201d"],
+    ids=range(6),
 )
-def test_an_example_in_code_of_a_thought_is_no_call(form, quote):
+def test_an_example_that_a_thought_quotes_is_no_call(form, quote):
     quoted = quote.format(WRITTEN[form][1])
     text = f"I may write {quoted} now.</think>So."
     assert all(think(form, text, (at,)) == Parsed("So.", f"I may write {quoted} now.") for at in range(len(text)))
@@ -330,7 +332,7 @@ def test_an_example_in_code_of_a_thought_is_no_call(form, quote):
 
 
 @IN_THOUGHT
-@pytest.mark.parametrize("code", ["```\nls `pwd`\n```\n", "`a` and `b` ", "a stray ` on a line\n", "``` ``` "])
+@pytest.mark.parametrize("code", ["```\nls `pwd`\n```\n", "`a` and `b` ", "a stray ` on a line\n", "``` ``` ", '"a" '])
 def test_a_call_behind_code_of_a_thought_is_one(form, code):
     assert think(form, f"{code}{WRITTEN[form][1]}").tool_calls == (ToolCall("f", '{"x": 1}'),)
 
