@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from app.api import response_store
+from app.api import response_store, shares
 from app.api.response_store import CLIENT_PART, MAX_RESPONSES, ResponseStore, Turn
 from app.api.responses_schemas import ITEMS
 from tests.fast.api.errors import error_of
@@ -94,6 +94,14 @@ def test_namespaces_and_images_come_back_from_the_store_as_they_were(server):
     second = ask(server, tools=[group], input=[result], previous_response_id=first["id"])
     told = prompt(server, tools=[group], previous_response_id=second["id"])
     assert '{"name": "n__clock", "arguments": {}}' in told and "(an image, which this model cannot see)" in told
+
+
+def test_what_a_request_recalls_counts_like_the_bytes_of_its_body(server, monkeypatch):
+    first = ask(server, input="hello " * 300)
+    monkeypatch.setattr(shares, "MAX_HELD_BYTES", 2000)
+    for fields in ({"previous_response_id": first["id"]}, {"input": [{"id": first["output"][0]["id"]}]}):
+        assert refused(server, status=429, **fields)["code"] == "client_busy"
+    ask(server)
 
 
 def test_instructions_are_not_inherited(server):
