@@ -24,6 +24,8 @@ QUANTISED = ("fp8", "compressed-tensors")
 _NUM_EXPERTS = ("num_experts", "num_local_experts")
 """The number of experts, by its names. Transformers 5 writes the second one."""
 _PAIR_KEYS = ("is_neox_style", "rope_is_neox_style")
+_WHOLE_HEAD = {"partial_rotary_factor": (1.0,)}
+"""All of a head turns, by the field that Transformers 5 moved to the RoPE parameters."""
 _ROPE_KEYS = {"rope_type", "type", "rope_theta", "rope_dim", *_PAIR_KEYS}
 _SCALING_KEYS = {
     "default": set[str](),
@@ -88,7 +90,9 @@ def layer_kinds(kinds: Any, num_layers: int, known: tuple[str, ...]) -> list[str
 
 def rope_config(raw: Raw, head_dim: int) -> tuple[RopeConfig, int]:
     """Return RoPE by `rope_scaling` and `rope_parameters`, and the longest context with it. Raises UnsupportedError."""
-    rope = fields(raw, "rope_scaling") | fields(raw, "rope_parameters")
+    given = fields(raw, "rope_scaling") | fields(raw, "rope_parameters")
+    only(given, **_WHOLE_HEAD)
+    rope = {name: value for name, value in given.items() if value is not None and name not in _WHOLE_HEAD}
     kind = next((rope[key] for key in ("rope_type", "type") if rope.get(key) is not None), "default")
     only({"rope_type": kind}, rope_type=tuple(_SCALING_KEYS))
     if unknown := sorted(set(rope) - _ROPE_KEYS - _SCALING_KEYS[kind]):
@@ -139,7 +143,7 @@ def _refuse_variants(raw: Raw, experts: bool, quantised: tuple[str, ...]) -> Non
         only(raw, layer_types=())
     if (method := raw.get("quantization_config")) is not None:
         check_method(method, quantised)
-    only(raw, mlp_bias=(False,), partial_rotary_factor=(1.0,), final_logit_softcapping=(), attn_logit_softcapping=())
+    only(raw, mlp_bias=(False,), final_logit_softcapping=(), attn_logit_softcapping=(), **_WHOLE_HEAD)
     only(raw, hidden_act=("silu",), **({} if experts else dict.fromkeys(_NUM_EXPERTS, (0,))))
 
 

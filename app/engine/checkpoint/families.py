@@ -11,8 +11,9 @@ from app.engine.checkpoint.fields import Raw, fields, naming, number, only, posi
 from app.engine.checkpoint.shapes import SWIGLU_ALPHA, DecoderConfig, GatedDeltaConfig
 from app.engine.errors import UnsupportedError
 
-_SHARED = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+_SHARED = ("dtype", "torch_dtype", "quantization_config")
 """Fields that multimodal configs have outside or inside their text part."""
+_TIED = "tie_word_embeddings"
 
 
 class Family(NamedTuple):
@@ -60,7 +61,9 @@ def _hybrid(raw: Raw, *, experts: bool = False) -> DecoderConfig:
     for field in _SHARED:
         if field in text and field in raw and text[field] != raw[field]:
             raise UnsupportedError(f"{field} is {raw[field]!r} in config.json and {text[field]!r} in its text_config")
-    text = {field: raw[field] for field in _SHARED if field in raw} | text if text else dict(raw)
+    outer = {field: raw[field] for field in (*_SHARED, _TIED) if raw.get(field) is not None}
+    # The lm_head is the whole model's, so the outer field of it decides, as in Transformers.
+    text = outer | text | {_TIED: outer.get(_TIED, text.get(_TIED))} if text else dict(raw)
     only(text, attn_output_gate=(True,), attention_bias=(False,))
     rope = fields(text, "rope_parameters")
     share = number(rope, "partial_rotary_factor", number(text, "partial_rotary_factor", 0.25))  # default of Qwen3.5

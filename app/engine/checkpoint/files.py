@@ -1,11 +1,13 @@
-"""The files of a checkpoint: config.json, safetensors in one file or in shards with an index, and the tokenizer's."""
+"""The files of a checkpoint: config.json, safetensors in one file or in shards, and the tokenizer's."""
 
 import glob
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
+from os.path import lexists
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -33,6 +35,7 @@ _PREFIX = re.compile(r"^((language_)?model\.)+")
 _AGAIN = "download it again"
 _FILE_NAME = re.compile(r"(?!\.\.?$)[\w.+ -]{1,200}")
 """A name in an index. It leads out of no folder, and the hub's client takes it for one file and no pattern."""
+_SHARD = re.compile(r"(.*)-\d+-of-(\d{1,5})\.safetensors")
 _MAX_JSON_MIB = 256
 """Ten times the largest tokenizer.json that is published."""
 
@@ -116,7 +119,10 @@ def find_folder(
         raise UnsupportedError(f"{role} {name}: {neither}; give a folder, an id such as Qwen/Qwen3-8B, or demo")
     stored = _hub_gguf(base, name, role, wanted, revision) if wanted or files is None else None
     if stored is None:
-        return _downloaded(base, name, role, files or _HUB_FILES, revision)
+        folder = _downloaded(base, name, role, files or _HUB_FILES, revision)
+        if files is None and folder.is_dir() and not any(folder.glob("*.safetensors")):  # weights of other names
+            folder = _downloaded(base, name, role, [*_HUB_FILES, "*.safetensors"], revision)
+        return folder
     _refuse_role(stored, name, role)
     file = _downloaded(base, name, role, [glob.escape(stored)], revision) / stored
     if not file.exists():
@@ -305,13 +311,18 @@ def token_id(text: str, folders: Iterable[Path]) -> int | None:
 
 
 def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    is_given = folder.is_file()
     single = _first(folder, "quant_model_weight*.safetensors") or folder / "model.safetensors"
-    if folder.is_file():
+    if is_given:
         folder, single = folder.parent, folder
     index = _first(folder, "quant_model_weight*.safetensors.index.json") or folder / "model.safetensors.index.json"
-    if single.is_file() and not index.name.startswith("quant"):
+    is_shard = not is_given and bool(_SHARD.fullmatch(single.name))
+    if single.is_file() and not is_shard and not index.name.startswith("quant"):
         headers = {single.name: _read_header(single)}
         weight_map = dict.fromkeys(headers[single.name], single.name)
+    elif (is_shard or not lexists(single)) and not lexists(index) and (shards := _shards(folder)):
+        headers = {shard: _read_header(folder / shard) for shard in shards}
+        weight_map = _merged(folder, headers)
     else:
         weight_map = _weight_map(folder, single, index)
         headers = {shard: _read_header(folder / shard) for shard in sorted(set(weight_map.values()))}
@@ -321,9 +332,32 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             raise UnsupportedError(f"{folder / shard}: no tensor {name}, which the index says is here; {_AGAIN}")
         plain = _PREFIX.sub("", name)
         if plain in stored:
-            raise UnsupportedError(f"{folder}: two tensors are called {plain} after their prefixes")
+            both = f"{stored[plain].file.name} and {shard}"
+            raise UnsupportedError(f"{folder}: two tensors are called {plain} after their prefixes, in {both}")
         stored[plain] = StoredTensor(folder / shard, name, *headers[shard][name])
     return stored
+
+
+def _shards(folder: Path) -> list[str]:
+    """Return the names of a folder's safetensors, as vLLM does without an index. Raises UnsupportedError if numbers in
+    them say that there are more."""
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    found = Counter(numbered.groups() for numbered in map(_SHARD.fullmatch, names) if numbered)
+    for (base, count), here in found.items():
+        if here < int(count):
+            raise UnsupportedError(f"{folder}: {here} of {int(count)} shards {base}-...-of-{count} are here; {_AGAIN}")
+    return names
+
+
+def _merged(folder: Path, headers: Mapping[str, Collection[str]]) -> dict[str, str]:
+    """Return tensor name -> the name of its file. Raises UnsupportedError for a tensor that two files have."""
+    weight_map: dict[str, str] = {}
+    for shard, names in headers.items():
+        if both := weight_map.keys() & names:
+            where = f"{weight_map[min(both)]} and {shard} both have {min(both)}, and no index says which one counts"
+            raise UnsupportedError(f"{folder}: {where}; keep one of them")
+        weight_map |= dict.fromkeys(names, shard)
+    return weight_map
 
 
 def _first(folder: Path, pattern: str) -> Path | None:

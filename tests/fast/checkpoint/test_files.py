@@ -93,6 +93,35 @@ def test_missing_shards_and_tensors_that_are_not_in_theirs_are_named(sharded: Pa
     assert "model-00002-of-00002.safetensors" in refusal(sharded)
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("a-00001-of-00002", "a-00002-of-00002"),
+        ("weights", "more"),
+        ("quant_model_weight-1-of-2", "quant_model_weight-2-of-2"),
+    ],
+)
+def test_files_without_an_index_are_read_whatever_their_names(tmp_path: Path, names: tuple[str, str]) -> None:
+    for name, tensors in zip(names, (["a", "model.b"], ["c"]), strict=True):
+        safetensors(tmp_path / f"{name}.safetensors", tensors)
+    stored = Checkpoint(tmp_path).tensors
+    assert sorted(stored) == ["a", "b", "c"]
+    assert stored["b"] == (tmp_path / f"{names[0]}.safetensors", "model.b", [16], "U8")
+    assert find_file_of("c", str(tmp_path)) == tmp_path, "whose files are all read"
+
+
+def test_files_without_an_index_that_have_the_same_tensor_or_lack_a_shard_are_named(tmp_path: Path) -> None:
+    safetensors(tmp_path / "one.safetensors", ["a", "b"])
+    safetensors(tmp_path / "two.safetensors", ["c", "b"])
+    assert "one.safetensors and two.safetensors both have b" in refusal(tmp_path)
+    safetensors(tmp_path / "two.safetensors", ["c", "model.b"])
+    assert "two tensors are called b after their prefixes, in one.safetensors and two.safetensors" in refusal(tmp_path)
+    (tmp_path / "two.safetensors").unlink()
+    for number in (1, 3):
+        safetensors(tmp_path / f"x-0000{number}-of-00003.safetensors", [f"x{number}"])
+    assert "2 of 3 shards x-...-of-00003 are here" in refusal(tmp_path)
+
+
 def test_pickled_weights_are_refused_by_name(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert "only safetensors" in refusal(folder)

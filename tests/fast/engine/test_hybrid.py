@@ -426,9 +426,22 @@ def test_what_would_run_wrongly_is_refused_by_name(pair: Pair, fields: dict[str,
 
 
 def test_a_text_part_that_contradicts_the_whole_is_refused(pair: Pair):
-    text_part = changed(pair.target, tie_word_embeddings=False)
-    with pytest.raises(UnsupportedError, match=r"tie_word_embeddings is True in config\.json and False"):
-        target_config({"model_type": "qwen3_5", "text_config": text_part, "tie_word_embeddings": True})
+    whole = {"model_type": "qwen3_5", "text_config": changed(pair.target, dtype="float16"), "dtype": "bfloat16"}
+    with pytest.raises(UnsupportedError, match=r"dtype is 'bfloat16' in config\.json and 'float16'"):
+        target_config(whole)
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "tied"), [(True, False, 1), (False, True, 0), (None, True, 1), (None, None, 0)]
+)
+def test_the_whole_decides_if_its_head_is_the_embedding_and_else_its_text_part(
+    pair: Pair, outer: bool | None, inner: bool | None, tied: bool
+):
+    text_part = changed(pair.target, tie_word_embeddings=inner)
+    whole = {"model_type": "qwen3_5", "text_config": text_part, "tie_word_embeddings": outer}
+    assert target_config(whole).tie_word_embeddings == tied
+    del whole["tie_word_embeddings"]
+    assert target_config(whole).tie_word_embeddings == bool(inner)
 
 
 def test_a_quantisation_of_the_whole_is_refused_for_its_text_part(pair: Pair):

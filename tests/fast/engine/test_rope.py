@@ -89,6 +89,16 @@ def test_pairs_side_by_side_are_named_by_either_key_in_either_place(key: str) ->
     assert not read(**{key: True}).adjacent_pairs
 
 
+@pytest.mark.parametrize(
+    "rope", [{"partial_rotary_factor": 1.0}, {"partial_rotary_factor": None, "factor": None}], ids=str
+)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_a_rope_parameter_that_changes_nothing_is_read(key: str, rope: dict[str, Any]) -> None:
+    assert read(**{key: {"rope_type": "default", "rope_theta": 1e6, **rope}}) == read(rope_theta=1e6)
+    with pytest.raises(UnsupportedError, match=r"partial_rotary_factor = 0\.5 is not supported yet"):
+        read(**{key: rope | {"partial_rotary_factor": 0.5}})
+
+
 def turned_by_hand(x_thd: Tensor, rope: RopeConfig) -> Tensor:
     """Turn the first dims of row t by t / theta^(2i / dim), pair by pair, in the checkpoint's order."""
     out, dim = x_thd.clone(), rope.dim or x_thd.shape[2]
