@@ -27,6 +27,7 @@ _ADVICE = (
     (r"/api/chat|/invocations", "Only OpenAI's API is served. Use POST {root}/v1/chat/completions."),
     (r"/(?:api/)?generate|/completion|/infill", "Only OpenAI's API is served. Use POST {root}/v1/completions."),
     (r"(?:/v1|/api)?/(?:embed|embeddings?|rerank|score)", "This model writes text: it embeds and ranks nothing."),
+    (r"(?:/v1)?/tokenizer_info", "The tokenizer's files are not shown. Use POST {root}/tokenize."),
     (r"/props|/slots", "Use GET {root}/server_info, and GET {root}/get_load for the load."),
 )
 """What to use instead of an unknown path: a wrong base_url is a common mistake, and so is another server's API."""

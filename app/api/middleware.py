@@ -24,8 +24,8 @@ from app.metrics import Metrics
 
 logger = logging.getLogger("app.access")
 
-_PROBES = {"/live", "/ready", "/health", "/metrics"}
-OPEN_PATHS = {"/", "/docs", "/markdown-it.js", "/openapi.json", "/live", "/ready", "/health"}
+_PROBES = {"/live", "/ready", "/health", "/ping", "/metrics"}
+OPEN_PATHS = {"/", "/docs", "/markdown-it.js", "/openapi.json", "/live", "/ready", "/health", "/ping"}
 _MAX_LOGGED = 128  # characters of what a client chose: a path, a header, and by X-Forwarded-For its own address
 MAX_HEADERS = 100
 MAX_HEAD_BYTES = 2**15
@@ -131,17 +131,20 @@ def check_key(headers: Headers, digests: Sequence[bytes], what: str) -> None:
 
     A comparison takes the same time for every key that a client sends.
     """
-    kind, sent = headers.get("authorization", "").partition(" ")[0], sent_key(headers)
+    sent = sent_key(headers)
     matches = [hmac.compare_digest(sent, digest) for digest in digests]
-    if kind.lower() != "bearer" or not any(matches):
-        message = f"{what} is needed: send the header `Authorization: Bearer KEY`."
+    if not any(matches):
+        message = f"{what} is needed: send the header `Authorization: Bearer KEY`, `x-api-key` or `api-key`."
         raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 def sent_key(headers: Headers) -> bytes:
-    """Return the digest of the request's key, without the spaces around it."""
-    key = headers.get("authorization", "").partition(" ")[2].strip(" ")
-    return hashlib.sha256(key.encode("latin-1")).digest()
+    """Return the digest of the request's key, without the spaces around it: of a Bearer token, or else of the header of
+    Anthropic's clients or of Azure's."""
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    if kind.lower() != "bearer":
+        key = headers.get("x-api-key", headers.get("api-key", ""))
+    return hashlib.sha256(key.strip(" ").encode("latin-1")).digest()
 
 
 class BrowserGuard:

@@ -15,6 +15,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ConfigDict
+from starlette.exceptions import HTTPException
 from typing_extensions import TypedDict
 
 from app.api import openapi, prompts
@@ -119,7 +120,9 @@ async def models(request: Request) -> Response:
 @router.get("/v1/models/{name:path}", **openapi.route("One of them", ModelCard, 401, 404), openapi_extra=_NAMED)
 async def model(request: Request) -> Response:
     services = services_of(request)
-    return json_response(_card(services, services.served_name(request.path_params["name"])))
+    if not (name := request.path_params["name"]):
+        raise HTTPException(404)  # /v1/models/, which is no model's path
+    return json_response(_card(services, services.served_name(name)))
 
 
 @router.get("/version", **openapi.route("This server's version", Version, 401))
@@ -208,6 +211,7 @@ async def ready(request: Request) -> Response:
     return _described(state, 200 if state.phase == "ready" else 503)
 
 
+@router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)  # SageMaker's and vLLM's name of it
 @router.get("/health", **openapi.route("Health of the engine", None, loading=State), response_class=Response)
 async def health(request: Request) -> Response:
     """Return 200 without a body while the engine works or drains, and 503 while it loads or is dead."""

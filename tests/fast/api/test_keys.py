@@ -108,6 +108,21 @@ def test_every_key_opens_whatever_the_case_of_the_scheme(server, header):
     assert server.http.get("/v1/models", headers={"Authorization": header}).status_code == 200
 
 
+@pytest.mark.parametrize("name", ["x-api-key", "api-key"])
+def test_a_key_may_come_in_the_header_of_anthropics_and_azures_clients(server, name):
+    basic = {"Authorization": "Basic of a proxy"}
+    for headers, status in (
+        ({name: "first-key"}, 200),
+        (basic | {name: "first-key"}, 200),
+        ({name: "wrong"}, 401),
+        ({name: ""}, 401),
+        ({name: "Bearer first-key"}, 401),
+        ({"Authorization": "Bearer wrong", name: "first-key"}, 401),
+        (BEARER | {name: "wrong"}, 200),
+    ):
+        assert server.http.get("/v1/models", headers=headers).status_code == status, headers
+
+
 def test_the_sdk_takes_the_key_and_names_the_refusal(server):
     server.script.plan([*server.ids("fine"), 2])
     assert server.openai.with_options(api_key="second-key").completions.create(**ASK).choices[0].text == "fine"
@@ -117,7 +132,9 @@ def test_the_sdk_takes_the_key_and_names_the_refusal(server):
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-@pytest.mark.parametrize("path", ["/live", "/ready", "/health", "/", "/docs", "/markdown-it.js", "/openapi.json"])
+@pytest.mark.parametrize(
+    "path", ["/live", "/ready", "/health", "/ping", "/", "/docs", "/markdown-it.js", "/openapi.json"]
+)
 def test_probes_and_pages_need_no_key(server, monkeypatch, method, path):
     monkeypatch.setattr(ops, "_static", lambda name: b"<p>page")
     assert server.http.request(method, path).status_code == 200

@@ -21,6 +21,7 @@ def test_while_loading_ready_is_503_with_progress_and_requests_are_refused(own_s
         "progress": {"stage": "target", "seconds": 3, "done": 40, "total": 100},
     }
     assert own_server.http.get("/live").status_code == 200
+    assert [own_server.http.request(how, "/ping").status_code for how in ("GET", "POST")] == [503, 503]
     assert own_server.http.get("/health").status_code == 503
     refused = own_server.http.post("/v1/completions", json=ASK)
     assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
@@ -29,6 +30,7 @@ def test_while_loading_ready_is_503_with_progress_and_requests_are_refused(own_s
     own_server.reach("ready")
     assert own_server.http.get("/ready").json() == {"status": "ready"}
     assert own_server.http.get("/health").status_code == 200
+    assert [own_server.http.request(how, "/ping").status_code for how in ("GET", "POST")] == [200, 200]
 
 
 def test_the_engine_is_given_its_settings_on_stdin(own_server):
