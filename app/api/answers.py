@@ -12,6 +12,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from app.api.errors import AnswerWarning, ApiError
+from app.api.prompts import Prompt
 from app.api.schemas import StreamOptions
 from app.api.stream import Choices, Piece, Reason, Usage
 from app.text.parsers.base import Parsed, ToolCall
@@ -269,6 +270,13 @@ def _tool_call(call: ToolCall) -> AnsweredCall:
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }
+
+
+def rendered(model: str, prompt: Prompt, warnings: Sequence[AnswerWarning]) -> RenderedPrompt:
+    answer: RenderedPrompt = {"model": model, "token_ids": prompt.token_ids}
+    if warnings:
+        answer["warnings"] = warnings
+    return answer
 
 
 def event(data: Mapping[str, object], name: str = "") -> bytes:

@@ -18,10 +18,10 @@ from app.api import json_values
 from app.api.errors import ApiError, bad_request, body_too_large, clip, too_many_values, unsupported
 from app.api.json_values import TooManyValues, ValueCount
 from app.api.refusals import REFUSED
-from app.api.schemas import Body
+from app.api.schemas import ModelRequest, SamplingRequest
 from app.api.services import services_of
 from app.api.shares import Held
-from app.api.validation import check_fields_together
+from app.api.validation import check_fields_together, clamp, warn_of_unknown_fields
 from app.metrics import Metrics
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -32,7 +32,7 @@ _MAX_ERRORS = 16
 _PARSING = threading.Lock()
 """One large body is parsed at a time, so that the event loop competes with one thread for the interpreter."""
 
-BodyT = TypeVar("BodyT", bound=Body)
+BodyT = TypeVar("BodyT", bound=ModelRequest)
 
 
 async def read_body(
@@ -125,7 +125,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse(raw: dict[str, Any], model: type[BodyT], metrics: Metrics) -> BodyT:
-    """Return the body as a `model`, and count a refusal in `metrics`. Raises ApiError 400 that names the field."""
+    """Return the body as a `model` with its warnings. Refusals and unknown fields are counted in `metrics`. Raises
+    ApiError 400 that names the field."""
     for refusal in REFUSED[model]:
         value: Any = raw
         for name in refusal.field.split("."):
@@ -138,6 +139,9 @@ def parse(raw: dict[str, Any], model: type[BodyT], metrics: Metrics) -> BodyT:
     except ValidationError as error:
         raise _explain(error, raw) from None
     check_fields_together(body)
+    body.warnings.extend(warn_of_unknown_fields(body, metrics))
+    if isinstance(body, SamplingRequest):
+        body.warnings.extend(clamp(body))
     return body
 
 
@@ -145,7 +149,10 @@ def _explain(error: ValidationError, raw: dict[str, Any]) -> ApiError:
     """Return the error that lies deepest. Of a union's branches that is the one the client most likely meant."""
     errors = [(_param(details, raw), details) for details in error.errors(include_url=False)[:_MAX_ERRORS]]
     param, details = max(errors, key=lambda item: _depth(item[0]))
-    reasons = dict.fromkeys(_reason(other) for name, other in errors if name == param)
+    told = [other for name, other in errors if name == param]
+    # Where one branch of a union has the right type, the others' types are beside the point.
+    told = [other for other in told if not other["type"].endswith("_type")] or told
+    reasons = dict.fromkeys(map(_reason, told))
     message = f"`{param}` {' or '.join(reasons)}." if param else f"The body is wrong: {details['msg']}."
     return bad_request(message, param or None, "missing_parameter" if details["type"] == "missing" else "invalid_value")
 

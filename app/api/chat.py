@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request, Response
 
 from app.api import openapi, prompts
-from app.api.answers import ChatAnswers, ChatCompletion, RenderedPrompt, json_response
+from app.api.answers import ChatAnswers, ChatCompletion, RenderedPrompt, json_response, rendered
 from app.api.generate import Received, answer, receive, submit
 from app.api.schemas import ChatCompletionRequest
 from app.api.services import services_of
@@ -40,10 +40,7 @@ async def render_chat(request: Request) -> Response:
     with services.hold(request) as held:
         received = await receive(request, ChatCompletionRequest, held, is_admitted=False)
         prompt = await services.in_thread(request, prompts.of_conversation, services, received.body, received.info)
-    rendered = RenderedPrompt(model=received.model_name, token_ids=prompt.token_ids)
-    if warnings := [*received.warnings, *prompt.warnings]:
-        rendered["warnings"] = warnings
-    return json_response(rendered)
+    return json_response(rendered(received.model_name, prompt, [*received.warnings, *prompt.warnings]))
 
 
 async def converse(received: Received[ChatCompletionRequest]) -> Choices:
@@ -52,7 +49,7 @@ async def converse(received: Received[ChatCompletionRequest]) -> Choices:
     with received.acquire() as permits:
         prompt = await services.in_thread(received.request, prompts.of_conversation, services, body, info)
         default = services.tokenizer.max_new_tokens
-        limit = body.max_completion_tokens or body.max_tokens
-        limit_param = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
-        budget = token_budget("messages", len(prompt.token_ids), limit, default, info.max_model_len, limit_param)
+        clamps = services.config.clamp_max_tokens
+        sizes = len(prompt.token_ids), body.token_limit, default, info.max_model_len
+        budget = token_budget("messages", *sizes, clamps=clamps)
         return submit(received, [prompt], [budget], permits)

@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request, Response
 
 from app.api import openapi, prompts
-from app.api.answers import Completion, CompletionAnswers, RenderedPrompt, json_response
+from app.api.answers import Completion, CompletionAnswers, RenderedPrompt, json_response, rendered
 from app.api.generate import Received, answer, receive, submit
 from app.api.prompts import Prompt
 from app.api.schemas import CompletionRequest
@@ -28,8 +28,10 @@ async def completions(request: Request) -> Response:
         body, info = received.body, received.info
         with received.acquire() as permits:
             given, echoed = await _prompts(received)
+            clamps = received.services.config.clamp_max_tokens
+            sizes = body.token_limit, DEFAULT_MAX_TOKENS, info.max_model_len
             budgets = [
-                token_budget(param, len(prompt.token_ids), body.max_tokens, DEFAULT_MAX_TOKENS, info.max_model_len)
+                token_budget(param, len(prompt.token_ids), *sizes, clamps=clamps)
                 for param, prompt in zip(body.prompts, given, strict=True)
             ]
             choices = submit(received, given, budgets, permits)
@@ -45,7 +47,12 @@ async def render_completions(request: Request) -> Response:
     with services_of(request).hold(request) as held:
         received = await receive(request, CompletionRequest, held, is_admitted=False)
         given, _ = await _prompts(received)
-    return json_response([RenderedPrompt(model=received.model_name, token_ids=prompt.token_ids) for prompt in given])
+    return json_response(
+        [
+            rendered(received.model_name, prompt, () if index else received.warnings)
+            for index, prompt in enumerate(given)
+        ]
+    )
 
 
 async def _prompts(received: Received[CompletionRequest]) -> tuple[list[Prompt], list[str]]:

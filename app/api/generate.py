@@ -19,7 +19,6 @@ from app.api.schemas import ChatCompletionRequest, CompletionRequest, Generation
 from app.api.services import Services, services_of
 from app.api.shares import Held
 from app.api.stream import Answers, Choice, Choices, EventStream, events, unless_gone
-from app.api.validation import warn_of_unknown_fields
 from app.engine_client.admission import Permits
 from app.engine_client.request_stream import RequestStream
 from app.messages import MIN_TEMPERATURE, EngineInfo, SamplingParams
@@ -69,7 +68,6 @@ async def receive(request: Request, model: type[BodyT], held: Held, *, is_admitt
     body = await read_body(request, model, held)
     name = services.served_name(body.model)
     log.request.get({})["model"] = name
-    warnings = warn_of_unknown_fields(body, services.metrics)
     num_prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
     num_sequences = num_prompts * body.num_choices
     if is_admitted:
@@ -80,7 +78,7 @@ async def receive(request: Request, model: type[BodyT], held: Held, *, is_admitt
             if num_prompts > maximum:
                 given, param = f"`prompt` has {num_prompts} prompts", "prompt"
             raise bad_request(f"{given}; at most {maximum} may come in one request.", param)
-    return Received(request, services, body, name, info, arrived, deadline, warnings, num_sequences, held)
+    return Received(request, services, body, name, info, arrived, deadline, body.warnings, num_sequences, held)
 
 
 def submit(
@@ -92,6 +90,10 @@ def submit(
     """
     num_prompt_tokens = sum(len(prompt.token_ids) for prompt in given)
     warnings = [*received.warnings, *(warning for prompt in given for warning in prompt.warnings)]
+    field, asked = received.body.token_limit
+    if asked is not None and asked > min(budgets):
+        why = f"{asked} tokens do not fit beside the prompt. The answer may have {min(budgets)}."
+        warnings.append({"code": "value_clamped", "param": field, "message": why})
     choices = Choices(num_prompt_tokens, received.body.num_choices, warnings)
     try:
         for index, (prompt, request) in enumerate(_requests(received, given, budgets)):
@@ -127,7 +129,7 @@ def _requests(
     for index, (prompt, max_tokens) in enumerate(zip(given, budgets, strict=True)):
         if received.services.config.log_prompts:
             logger.info("prompt: %r", tokenizer.decode(prompt.token_ids, skip_special_tokens=False))
-        seed = received.services.next_seed() if body.seed is None else body.seed % 2**64
+        seed = received.services.next_seed() if body.seed is None or body.seed == -1 else body.seed % 2**64
         for number in range(body.num_choices):
             request = messages.Request(
                 request_id=f"{request_id}-{index * body.num_choices + number}",

@@ -3,7 +3,6 @@
 import re
 import time
 from base64 import b64encode
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from hashlib import sha256
@@ -21,7 +20,7 @@ from typing_extensions import TypedDict
 from app.api import openapi, prompts
 from app.api.answers import Warnings, json_response
 from app.api.body import read_body
-from app.api.errors import RETRY_AFTER_SECONDS, AnswerWarning
+from app.api.errors import RETRY_AFTER_SECONDS
 from app.api.middleware import check_key
 from app.api.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from app.api.services import Services, services_of
@@ -62,6 +61,7 @@ class Tokens(TypedDict):
 
 class Text(TypedDict):
     prompt: str
+    warnings: NotRequired[Warnings]
 
 
 class Success(TypedDict):
@@ -161,10 +161,10 @@ def _tokenize_model(raw: dict[str, Any]) -> type[TokenizeRequest | TokenizeChatR
 
 
 def _tokens(services: Services, body: TokenizeRequest | TokenizeChatRequest, info: EngineInfo) -> Tokens:
-    warnings: Sequence[AnswerWarning] = ()
+    warnings = [*body.warnings]
     if isinstance(body, TokenizeChatRequest):
         prompt = prompts.of_conversation(services, body, info, must_fit=False)
-        token_ids, warnings = prompt.token_ids, prompt.warnings
+        token_ids, warnings = prompt.token_ids, [*warnings, *prompt.warnings]
     else:
         special = body.add_special_tokens is not False
         token_ids = prompts.encode(services, body.prompt, "prompt", info, add_special_tokens=special, must_fit=False)
@@ -187,7 +187,7 @@ async def detokenize(request: Request) -> Response:
         body = await read_body(request, DetokenizeRequest, held)
         services.served_name(body.model)
         text = await services.in_thread(request, _text, services, body.tokens, services.engine.ready_info())
-    return json_response(Text(prompt=text))
+    return json_response(Text(prompt=text, warnings=body.warnings) if body.warnings else Text(prompt=text))
 
 
 def _text(services: Services, token_ids: list[int], info: EngineInfo) -> str:

@@ -66,9 +66,11 @@ async def responses(request: Request) -> Response:
         recalled = _recall(store, asked, held)
         conversation, body = await services.in_thread(request, _as_chat, asked, recalled, store, services.metrics)
         with conversation.renaming_errors():
-            chat: Received[items.ConversationRequest] = replace(received, body=body)  # type: ignore[arg-type, assignment]
+            chat: Received[items.ConversationRequest] = replace(received, body=body, warnings=())  # type: ignore[arg-type, assignment]
             choices = await converse(chat)
-    choices.warnings = [{**one, "param": conversation.field_name(one["param"])} for one in choices.warnings]
+    # Those of the body itself have this API's names already.
+    of_chat: list[AnswerWarning] = [{**one, "param": conversation.field_name(one["param"])} for one in choices.warnings]
+    choices.warnings = [*received.warnings, *of_chat]
     keep = None
     if conversation.turn is not None and store.fits(conversation.turn):
         keep = partial(store.keep, held.client_id, conversation.turn)

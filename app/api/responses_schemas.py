@@ -20,6 +20,7 @@ from app.api.schemas import (
     FunctionName,
     MediaPart,
     OtherTool,
+    RefusalPart,
     SamplingRequest,
     at_most,
     known_type,
@@ -35,16 +36,27 @@ MetadataText = Annotated[str, Field(max_length=512)]
 
 
 class InputPart(Body):
-    """A text of a message, or of a function's output."""
+    """A text of a message, or of a function's output. `annotations` change no text."""
 
     type: Annotated[
         Literal["input_text", "output_text"],
-        known_type(*_TEXTS, why='must be "input_text" or "output_text": this model reads no images, sounds or files'),
+        known_type(
+            *_TEXTS,
+            why='must be "input_text", "output_text" or "refusal": this model reads no images, sounds or files',
+        ),
     ]
     text: str
+    annotations: Any = None
 
 
-InputText = str | Annotated[list[InputPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+def _kind_of_part(value: Any) -> str:
+    return "RefusalPart" if type_of(value) == "refusal" else "InputPart"
+
+
+Part = Annotated[
+    Annotated[InputPart, Tag("InputPart")] | Annotated[RefusalPart, Tag("RefusalPart")], Discriminator(_kind_of_part)
+]
+InputText = str | Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class InputItem(Body):
@@ -58,7 +70,7 @@ class InputMessage(InputItem):
     """A message. `phase` is a label of OpenAI's models and means nothing here."""
 
     type: Annotated[
-        Literal["message"],
+        Literal["message"] | None,
         known_type(*_ITEMS, why=f"must be {', '.join(_ITEMS)}: there are no built-in tools"),
     ] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -197,7 +209,7 @@ class ChosenFunction(Body):
 
 
 class ReasoningOptions(Body):
-    """Options of reasoning. `summary` may be "auto", because the reasoning comes whole."""
+    """Options of reasoning. It comes whole, whatever the `summary`."""
 
     effort: str | None = None
     summary: str | None = None
@@ -206,7 +218,7 @@ class ReasoningOptions(Body):
 class TextFormat(Body):
     """Format of the answer."""
 
-    type: Literal["text"]
+    type: Literal["text"] = "text"
 
 
 class TextOptions(Body):

@@ -1,6 +1,7 @@
 """Requests in OpenAI's shapes.
 
-Only fields that are honoured appear here. Other fields are kept in `model_extra`, where refusals.py looks for them.
+Only fields that are honoured appear here, and notes of clients that change no text. Other fields are kept in
+`model_extra`: refusals.py refuses some, and validation.py warns of the others.
 Values are strict, so that "5" is not a number. Every list has a maximum length and fails at its first wrong item
 (`fail_fast`), because a large body of errors would keep the server busy.
 """
@@ -8,8 +9,9 @@ Values are strict, so that "5" is not a number. Every list has a maximum length 
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PrivateAttr, Tag, ValidationInfo
 
+from app.api.errors import AnswerWarning
 from app.api.json_values import TooManyValues, ValueCount, loads
 
 MAX_MESSAGES = 4096
@@ -35,11 +37,10 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 PromptIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS, fail_fast=True)]
 TokenKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
 FunctionName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
-Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
-TEXT_ONLY = 'must be "text", or "thinking": this model reads no images, sounds or files'
+TEXT_ONLY = 'must be "text", "refusal" or "thinking": this model reads no images, sounds or files'
 
 
 class Body(BaseModel):
@@ -85,12 +86,19 @@ class ModelRequest(Body):
     """A request that may name a model. A field is None if it was absent or null."""
 
     model: str | None = None
+    _warnings: list[AnswerWarning] = PrivateAttr(default_factory=list)
+
+    @property
+    def warnings(self) -> list[AnswerWarning]:
+        """What the answer says about fields of the body. `parse` of body.py fills it."""
+        return self._warnings
 
 
 class SamplingRequest(ModelRequest):
     """Fields of all generating endpoints. Names, ranges and meanings of the sampling fields are vLLM's.
 
-    Only the bounds of `repetition_penalty` are this server's, and keep logits finite.
+    Only the bounds of `repetition_penalty` are this server's, and keep logits finite. `clamp` of validation.py bounds
+    `logit_bias` and `temperature`.
     """
 
     stream: bool | None = None
@@ -100,14 +108,14 @@ class SamplingRequest(ModelRequest):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    logit_bias: Annotated[dict[TokenKey, Bias] | None, Field(max_length=MAX_BIASES), at_most(MAX_BIASES)] = None
+    logit_bias: Annotated[dict[TokenKey, float] | None, Field(max_length=MAX_BIASES), at_most(MAX_BIASES)] = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     speculate: bool | Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_LENGTH)] | None = None
@@ -131,16 +139,36 @@ class GenerationRequest(SamplingRequest):
         return self.n or 1
 
     @property
+    def token_limit(self) -> tuple[str, int | None]:
+        """The field that limits the new tokens, and its value."""
+        return "max_tokens", self.max_tokens
+
+    @property
     def streaming(self) -> StreamOptions:
         return self.stream_options or StreamOptions()
 
 
 class TextPart(Body):
-    """A part of a message's text. `cache_control` is a hint to other servers' caches and means nothing here."""
+    """A part of a message's text, also by its names in /v1/responses. `annotations` and `cache_control` mean nothing
+    here."""
 
     cache_control: dict[str, Any] | None = None
-    type: Annotated[Literal["text"], known_type("text", why=TEXT_ONLY)]
+    annotations: Any = None
+    type: Annotated[
+        Literal["text", "input_text", "output_text"], known_type("text", "input_text", "output_text", why=TEXT_ONLY)
+    ]
     text: str
+
+
+class RefusalPart(Body):
+    """A refusal of an earlier turn, which is text like any other."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
 
 
 class ThinkingPart(Body):
@@ -186,11 +214,12 @@ def _kind_of_part(value: Any) -> str:
     kind = type_of(value)
     if isinstance(kind, str) and kind in MEDIA:
         return "MediaPart"
-    return "ThinkingPart" if kind == "thinking" else "TextPart"
+    return {"thinking": "ThinkingPart", "refusal": "RefusalPart"}.get(str(kind), "TextPart")
 
 
 Part = Annotated[
     Annotated[TextPart, Tag("TextPart")]
+    | Annotated[RefusalPart, Tag("RefusalPart")]
     | Annotated[ThinkingPart, Tag("ThinkingPart")]
     | Annotated[MediaPart, Tag("MediaPart")],
     Discriminator(_kind_of_part),
@@ -239,37 +268,39 @@ class CalledTool(Body):
 
     index: int | None = None
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
         function = {"name": self.function.name, "arguments": self.function.arguments or {}}
-        return {"id": self.id, "type": self.type, "function": function}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 class ChatMessage(Body):
-    """A message. Unknown fields may be null or empty, because SDKs send them back.
-
-    `reasoning` is vLLM's newer name of `reasoning_content`. The last three fields are notes of clients and gateways,
-    and change no text.
-    """
+    """A message. `reasoning` is vLLM's newer name of `reasoning_content`. The last four fields are notes of clients and
+    gateways, and change no text."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    refusal: str | None = None
     tool_calls: Annotated[list[CalledTool], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     id: str | None = None
+    annotations: Any = None
     cache_control: dict[str, Any] | None = None
     provider_specific_fields: dict[str, Any] | None = None
 
     @property
     def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "\n".join(part.text for part in self.content or () if not isinstance(part, ThinkingPart))
+        """The text of the content, and the `refusal` that OpenAI's answers have in place of one."""
+        parts = [self.content] if isinstance(self.content, str) else self.content or []
+        said = "\n".join(
+            part if isinstance(part, str) else part.text for part in parts if not isinstance(part, ThinkingPart)
+        )
+        return "\n".join(filter(None, (said, self.refusal)))
 
     @property
     def thinking(self) -> str:
@@ -308,12 +339,8 @@ class Tool(Body):
     cache_control: dict[str, Any] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        function = {
-            name: value
-            for name, value in self.function
-            if value is not None and name not in ("strict", "cache_control")
-        }
-        return {"type": self.type, "function": function}
+        shown = {name: getattr(self.function, name) for name in ("name", "description", "parameters")}
+        return {"type": self.type, "function": {name: value for name, value in shown.items() if value is not None}}
 
 
 class OtherTool(Body):
@@ -405,6 +432,11 @@ class ChatCompletionRequest(TemplatedRequest, GenerationRequest):
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = None
     include_reasoning: bool | None = None
+
+    @property
+    def token_limit(self) -> tuple[str, int | None]:
+        newer = self.max_completion_tokens
+        return ("max_tokens", self.max_tokens) if newer is None else ("max_completion_tokens", newer)
 
 
 class CompletionRequest(GenerationRequest):

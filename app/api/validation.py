@@ -1,18 +1,24 @@
 """Checks of several fields together, and of fields against the model that is served."""
 
+from collections.abc import Iterator
 from difflib import get_close_matches
+from functools import reduce
+from typing import Any, cast
 
 from pydantic import BaseModel
 
 from app.api.errors import AnswerWarning, bad_request, clip, context_length_exceeded, unsupported
-from app.api.refusals import LABELS, REFUSED, asks
+from app.api.refusals import LABELS, LEFT_OUT, NESTED, REFUSED, asks
 from app.api.schemas import (
     TEXT_ONLY,
     Body,
+    ChatCompletionRequest,
     ChatMessage,
+    CompletionRequest,
     GenerationRequest,
     MediaPart,
     OtherTool,
+    SamplingRequest,
     TemplatedRequest,
 )
 from app.api.services import Services
@@ -22,30 +28,39 @@ from app.text.parsers import reasoning_for
 
 _NO_PLACE = "This model's chat template has no place for"
 _MAX_UNKNOWN = 16  # warnings of one answer about unknown fields
+_MAX_PATH = 128  # characters of an unknown field's path
+_DATA = ("properties", "parsed", "parsed_arguments")
+"""Unknown fields whose names are a schema's or the data of an answer, and ask for nothing."""
+_GENERATING = ChatCompletionRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
+"""Fields that may stand in a body for /tokenize too, where they change nothing."""
+MAX_BIAS = 100.0
+MAX_TEMPERATURE = 1e6
+"""Beyond it the noise of sampling is all that counts, and fp32 overflows."""
 _LEVELS = ("low", "medium", "high")
 """Efforts that chat templates with `reasoning_effort` write into the prompt."""
 
 
 def token_budget(
-    param: str, prompt: int, max_tokens: int | None, default: int | None, limit: int, max_param: str = "max_tokens"
+    param: str, prompt: int, asked: tuple[str, int | None], default: int | None, limit: int, *, clamps: bool = False
 ) -> int:
     """Return the number of tokens that a request may generate, so that prompt and answer fit `limit` together.
 
-    The client's `max_tokens` must fit. Without it the budget is `default`, or all that fits if that is less. Raises
-    ApiError about the prompt's field `param`, or about `max_param` if that exceeds `limit` without the prompt.
+    The field and value `asked` by the client must fit, unless the server `clamps` it. Without a value the budget is
+    `default`, or all that fits if that is less. Raises ApiError about the prompt's field `param`, or about the field
+    that is asked if it exceeds `limit` without the prompt.
     """
-    room = limit - prompt
+    room, (max_param, max_tokens) = limit - prompt, asked
     if room < 1:
         raise context_length_exceeded(param, limit, prompt)
-    if max_tokens is not None and max_tokens > room:
+    if max_tokens is not None and max_tokens > room and not clamps:
         raise context_length_exceeded(param if max_tokens <= limit else max_param, limit, prompt, max_tokens)
-    return max_tokens or min(room, default or room)
+    return min(room, max_tokens or default or room)
 
 
 def check_fields_together(body: Body) -> None:
-    """Raise ApiError for fields that exclude or need each other, and for unknown fields below the top level."""
-    _refuse_extras(body)
-    if isinstance(body, GenerationRequest) and body.stream_options is not None and not body.stream:
+    """Raise ApiError for fields that exclude or need each other."""
+    options = body.stream_options if isinstance(body, GenerationRequest) and not body.stream else None
+    if options is not None and any(asks(value) for _, value in options):
         raise bad_request("`stream_options` is only allowed when `stream` is true.", "stream_options")
     if not isinstance(body, TemplatedRequest):
         return
@@ -99,7 +114,8 @@ def _check_forced_call(body: TemplatedRequest) -> None:
 
 
 def _check_message(where: str, message: ChatMessage) -> None:
-    if message.content is None and not (message.role == "assistant" and message.tool_calls):
+    instead = (message.tool_calls or None, message.reasoning_content, message.reasoning, message.refusal)
+    if message.content is None and (message.role != "assistant" or all(value is None for value in instead)):
         calls = " or `tool_calls`" if message.role == "assistant" else ""
         raise bad_request(f"`{where}.content`{calls} is required.", f"{where}.content", "missing_parameter")
     for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
@@ -122,7 +138,7 @@ def check_template(body: TemplatedRequest, services: Services) -> None:
     template, call_format = services.tokenizer.template_for(body.offers_tools), services.call_format
     reasons = services.reasoning_parser is not None
     separates = reasons and getattr(body, "separate_reasoning", None) is not False
-    if getattr(body, "include_reasoning", None) is False and not separates:
+    if getattr(body, "include_reasoning", None) is False and not separates and _thinks(services, template):
         why = "`separate_reasoning` is false" if reasons else "this server parses none (--reasoning-parser)"
         raise unsupported(
             f"`include_reasoning` false leaves parsed reasoning out, but {why}. Leave it out.", "include_reasoning"
@@ -193,17 +209,72 @@ def _warn_of_switches(body: TemplatedRequest, services: Services) -> list[Answer
     return warnings
 
 
-def warn_of_unknown_fields(body: Body, metrics: Metrics) -> list[AnswerWarning]:
-    """Return a warning for each unknown field at the top level, with the name that it may be meant for."""
-    known = LABELS | {refusal.field for refusal in REFUSED[type(body)]}
-    names = [name for name, value in (body.model_extra or {}).items() if name not in known and asks(value)]
-    metrics.count("unknown_fields", len(names))
+def clamp(body: SamplingRequest) -> list[AnswerWarning]:
+    """Clamp the fields of `body` that vLLM clamps, and return a warning for each."""
     warnings = []
-    for name in map(clip, names[:_MAX_UNKNOWN]):
-        near = get_close_matches(name, type(body).model_fields, n=1, cutoff=0.75)
-        hint = f" Did you mean `{near[0]}`?" if near else ""
-        warnings.append(_warning("unknown_field", name, f"`{name}` is not known here and changed nothing.{hint}"))
+    biases = body.logit_bias or {}
+    if beyond := [token for token, bias in biases.items() if abs(bias) > MAX_BIAS]:
+        body.logit_bias = {token: max(-MAX_BIAS, min(bias, MAX_BIAS)) for token, bias in biases.items()}
+        why = f"Biases are at most {MAX_BIAS:g} and at least -{MAX_BIAS:g}: {len(beyond)} of them became one of these."
+        warnings.append(_warning("value_clamped", f"logit_bias.{beyond[0]}", why))
+    if body.temperature is not None and body.temperature > MAX_TEMPERATURE:
+        body.temperature = MAX_TEMPERATURE
+        why = f"The temperature became {MAX_TEMPERATURE:g}, above which all tokens are equally likely."
+        warnings.append(_warning("value_clamped", "temperature", why))
     return warnings
+
+
+def warn_of_unknown_fields(body: Body, metrics: Metrics) -> list[AnswerWarning]:
+    """Return warnings of LEFT_OUT, and of unknown fields in all objects, with the name that one may be meant for. All
+    unknown fields are counted. Raises ApiError for one that asks for log probabilities or a grammar."""
+    known = _GENERATING | LABELS | LEFT_OUT.keys() | {refusal.field for refusal in REFUSED[type(body)]}
+    warnings, count = list[AnswerWarning](), 0
+    for row in LEFT_OUT.values():
+        value = reduce(lambda found, name: getattr(found, name, None), row.field.split("."), cast("Any", body))
+        if value is not None and not row.harmless(value):
+            warnings.append(_warning("field_left_out", row.field, row.why))
+    for model, where, name, value in _extras(body):
+        if (path := f"{where}{name}") in known:
+            continue
+        _refuse_output(where[:-1], {name: value}, metrics)
+        count += 1
+        if len(warnings) < _MAX_UNKNOWN:
+            near = get_close_matches(clip(name), type(model).model_fields, n=1, cutoff=0.75)
+            hint = f" Did you mean `{near[0]}`?" if near else ""
+            shown = clip(path, _MAX_PATH)
+            why = f"`{shown}` is not known here and changed nothing.{hint}"
+            warnings.append(_warning("unknown_field", shown, why))
+    metrics.count("unknown_fields", count)
+    return warnings
+
+
+def _extras(model: BaseModel, where: str = "") -> Iterator[tuple[BaseModel, str, str, Any]]:
+    """Yield (object, its path with a dot, name, value) of the unknown fields that ask for something, the top level
+    first."""
+    for name, value in (model.model_extra or {}).items():
+        if asks(value):
+            yield model, where, name, value
+    for field in type(model).model_fields:
+        value = getattr(model, field)
+        has_models = isinstance(value, list) and value and isinstance(value[0], BaseModel)  # Token ids are many.
+        for index, item in enumerate(value) if has_models else [(None, value)]:
+            if isinstance(item, BaseModel):
+                yield from _extras(item, f"{where}{field}." if index is None else f"{where}{field}.{index}.")
+
+
+def _refuse_output(where: str, unknown: dict[str, Any], metrics: Metrics) -> None:
+    """Raise ApiError if an `unknown` field of the object at `where`, at any depth, asks for what NESTED has."""
+    waiting: list[tuple[str, Any]] = [(where, unknown)]
+    while waiting:
+        where, value = waiting.pop()
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            refusal = NESTED.get(name) if isinstance(name, str) else None
+            param = clip(f"{where}.{name}".lstrip("."), _MAX_PATH)
+            if refusal is not None and not refusal.harmless(inner):
+                metrics.count("request_refused", label=refusal.field)
+                raise unsupported(refusal.why.replace(f"`{name}`", f"`{param}`"), param)
+            if isinstance(inner, dict | list) and name not in _DATA:
+                waiting.append((param, inner))
 
 
 def warn_of_prompt(body: TemplatedRequest, services: Services, is_joined: bool) -> list[AnswerWarning]:
@@ -248,20 +319,3 @@ def warn_of_prompt(body: TemplatedRequest, services: Services, is_joined: bool) 
 
 def _warning(code: str, param: str, message: str) -> AnswerWarning:
     return {"code": code, "param": param, "message": message}
-
-
-def _refuse_extras(model: BaseModel, where: str = "") -> None:
-    """Raise ApiError for an unknown field below the top level that is not null, false or empty."""
-    for field in type(model).model_fields:
-        value = getattr(model, field)
-        has_models = isinstance(value, list) and value and isinstance(value[0], BaseModel)  # Token ids are many.
-        items = [(f".{i}", item) for i, item in enumerate(value)] if has_models else [("", value)]
-        for index, item in items:
-            if not isinstance(item, BaseModel):
-                continue
-            path = f"{where}{field}{index}"
-            for name, extra in (item.model_extra or {}).items():
-                if asks(extra):
-                    param = f"{path}.{clip(name)}"
-                    raise unsupported(f"`{param}` is not supported. Leave it out.", param)
-            _refuse_extras(item, f"{path}.")

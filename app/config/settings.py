@@ -179,6 +179,9 @@ class Config(BaseModel):
         'sampling defaults over these: {"temperature": 0.6, "top_p": 0.95} (default: {})',
         metavar="JSON",
     )
+    clamp_max_tokens: bool = setting(
+        CHAT, False, "shorten a max_tokens that does not fit beside the prompt, with a warning, in place of a 400"
+    )
     seed: Seed = setting(
         CHAT,
         None,

@@ -41,7 +41,6 @@ def test_a_body_that_is_no_json_object_is_a_400(server, content):
         ),
         ({"temperature": "0.5"}, "temperature"),
         ({"temperature": -0.1}, "temperature"),
-        ({"temperature": 2.1}, "temperature"),
         ({"temperature": True}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
@@ -58,13 +57,11 @@ def test_a_body_that_is_no_json_object_is_a_400(server, content):
         ({"stop_token_ids": [5] * 1025}, "stop_token_ids"),
         ({"stop": "x" * 1025}, "stop"),
         ({"messages": [{"role": "user", "content": "hi"}] * 4097}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "", "x": 1}]}]}, "messages.0.content.0.x"),
         ({"ignore_eos": "yes"}, "ignore_eos"),
         ({"speculate": -1}, "speculate"),
         ({"speculate": 1.5}, "speculate"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"stream": True, "stream_options": {"more": 1}}, "stream_options.more"),
         ({"stream": True, "stream_options": 1}, "stream_options"),
         ({"model": 5}, "model"),
     ],
@@ -73,6 +70,21 @@ def test_a_wrong_value_is_named_by_its_dotted_path(server, fields, param):
     error = error_of(server.http.post("/v1/chat/completions", json=CHAT | fields), 400)
     assert error["type"] == "invalid_request_error" and error["code"]
     assert error["param"] == param or (param.endswith(".") and error["param"].startswith(param))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": [-1]}, "`prompt.0` must be greater than or equal to 0, not -1."),
+        ({"prompt": [5, -1]}, "`prompt.1` must be greater than or equal to 0, not -1."),
+        ({"prompt": [[5], [-1]]}, "`prompt.1.0` must be greater than or equal to 0, not -1."),
+        ({"speculate": -1}, "`speculate` must be greater than or equal to 0, not -1."),
+        ({"stop": ""}, '`stop` must have at least 1 character, not "".'),
+    ],
+    ids=str,
+)
+def test_a_value_of_the_right_type_is_judged_by_its_own_type_alone(server, fields, message):
+    assert error_of(server.http.post("/v1/completions", json=TEXT | fields), 400)["message"] == message
 
 
 def test_a_token_that_the_model_does_not_know_is_a_400_and_the_server_goes_on(own_server):
@@ -168,13 +180,15 @@ async def longest_stall(server, path, body):
 
 def test_what_a_client_sent_is_said_back_only_in_part(server):
     huge = "x" * 1_000_000
+    server.script.plan([2])
     for path, fields in (
         ("/v1/completions", TEXT | {"model": huge}),
         ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "hi", huge: 1}]}),
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "hi", huge: {"logprobs": True}}]}),
         ("/v1/chat/completions", CHAT | {"stream": True, "stream_options": {huge: 1}}),
     ):
         response = server.http.post(path, json=fields)
-        assert response.status_code in (400, 404) and len(response.content) < 1000
+        assert len(response.content) < 1500
 
 
 def test_a_missing_prompt_is_named(server):

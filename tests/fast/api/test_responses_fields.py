@@ -146,7 +146,6 @@ HARMFUL = {
     "background": [True],
     "conversation": ["conv_1", {"id": "conv_1"}],
     "prompt": [{"id": "pmpt_1"}],
-    "text.verbosity": ["low"],
     "max_tool_calls": [3],
     "moderation": [{"model": "m"}],
     "messages": [[HELLO]],
@@ -156,7 +155,9 @@ HARMFUL = {
     "text.format": [{"type": "json_object"}, {"type": "json_schema", "name": "a", "schema": {}}],
     "truncation": ["auto"],
     "include": [["message.output_text.logprobs"], ["file_search_call.results"], "x"],
-    "reasoning.summary": ["concise", "detailed"],
+    "enable_thinking": [True, False],
+    "reasoning_effort": ["low", "none"],
+    "include_reasoning": [False],
     "n": [2, 0],
     "tool_choice": ["any", {"type": "allowed_tools", "mode": "auto", "tools": []}, {"type": "web_search_preview"}],
     "context_management": [[{"type": "compaction"}]],
@@ -223,13 +224,11 @@ def asked(*items: Any) -> dict[str, Any]:
         (asked({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}), "input.1.content.0.type"),
         (asked({"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}), "input.1.content.0.type"),
         (asked({"role": "user", "content": [{"type": "input_text"}]}), "input.1.content.0.text"),
-        (asked({"role": "user", "content": "x", "colour": "red"}), "input.1.colour"),
         (asked({**CALLED, "arguments": "not JSON"}), "input.1.arguments"),
         (asked({**CALLED, "arguments": "[]"}), "input.1.arguments"),
         (asked({"type": "function_call", "name": "f"}), "input.1.call_id"),
         (asked({**RESULT, "output": [{"type": "refusal"}]}), "input.1.output.0.type"),
         (asked({"type": "function_call_output", "output": "x"}), "input.1.call_id"),
-        (asked({**THOUGHT, "encrypted_content": "x"}), "input.1.encrypted_content"),
         (asked({**THOUGHT, "content": [{"type": "text", "text": "x"}]}), "input.1.content.0.type"),
         ({"instructions": ["x"]}, "instructions"),
         ({"tools": [{"name": "f"}]}, "tools.0.type"),
@@ -250,8 +249,6 @@ def asked(*items: Any) -> dict[str, Any]:
         ({"metadata": {f"{n}": "" for n in range(17)}}, "metadata"),
         ({"metadata": {"a": "b" * 513}}, "metadata.a"),
         ({"metadata": {"a" * 65: "b"}}, f"metadata.{'a' * 61}..."),
-        ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
-        ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options.include_usage"),
         ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs.enable_thinking"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -362,6 +359,15 @@ def test_a_path_of_a_wrong_base_url_is_a_404_that_says_what_to_use(server, path,
 )
 def test_a_slash_too_many_and_an_api_of_others_are_told_from_a_wrong_base_url(server, path, advice):
     assert error_of(server.http.post(path, json=ASK), 404)["message"] == f"There is nothing at POST {path}. {advice}"
+
+
+def test_the_list_of_models_with_a_slash_too_many_is_no_model_without_a_name(server):
+    error = error_of(server.http.get("/v1/models/"), 404)
+    assert error["message"] == "There is nothing at GET /v1/models/. Use /v1/models, without the slash at the end."
+
+
+def test_who_asks_for_the_tokenizers_files_learns_that_they_are_not_shown(server):
+    assert "POST /tokenize" in error_of(server.http.get("/tokenizer_info"), 404)["message"]
 
 
 @pytest.mark.parametrize("path", ["/nothing", "/v1"])

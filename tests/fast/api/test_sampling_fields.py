@@ -28,6 +28,8 @@ NEUTRAL = {
 HONOURED = [
     ({}, {}),
     ({"temperature": 1.3}, {"temperature": 1.3}),
+    ({"temperature": 2.5, "min_p": 0.1}, {"temperature": 2.5, "min_p": 0.1}),
+    ({"temperature": 1e6}, {"temperature": 1e6}),
     ({"top_k": 20}, {"top_k": 20}),
     ({"top_k": 1}, {"top_k": 1}),
     ({"top_k": 0}, {}),
@@ -59,8 +61,6 @@ WRONG = [
     ("logit_bias", [5, "5", [5], [[5, 1]], True]),
 ]
 WRONG_BIASES = [
-    ({"5": 101}, "5"),
-    ({"5": -100.5}, "5"),
     ({"7": 1, "5": "1"}, "5"),
     ({"5": None}, "5"),
     ({"5": True}, "5"),
@@ -136,6 +136,29 @@ def test_a_wrong_value_is_refused_by_name(server, path, base, field, value):
 def test_a_wrong_bias_is_refused_by_its_entry(server, path, base, biases, entry):
     error = refusal(server, path, base | {"logit_bias": biases})
     assert (error["param"], error["code"]) == (f"logit_bias.{entry}", "invalid_value")
+
+
+@ENDPOINTS
+def test_a_value_that_is_clamped_is_told_in_the_answer(server, path, base):
+    fields = {"logit_bias": {"7": 100, "5": 150, "6": -1e300}, "temperature": 1e300}
+    server.script.plan([2])
+    answer = server.http.post(path, json=base | fields).json()
+    assert [(one["code"], one["param"]) for one in answer["warnings"]] == [
+        ("value_clamped", "logit_bias.5"),
+        ("value_clamped", "temperature"),
+    ]
+    assert "2 of them" in answer["warnings"][0]["message"]
+    sampling = server.script.see("Submit")["sampling"]
+    assert (sampling["logit_bias"], sampling["temperature"]) == ([[7, 100.0], [5, 100.0], [6, -100.0]], 1e6)
+    for event in server.chunks(path, base | fields)[-1:]:
+        assert event["warnings"] == answer["warnings"]
+
+
+def test_responses_clamp_and_tell_it_once(server):
+    server.script.plan([2])
+    answer = server.http.post("/v1/responses", json={"input": "hi", "logit_bias": {"5": 101}}).json()
+    assert [one["param"] for one in answer["warnings"]] == ["logit_bias.5"]
+    assert server.script.see("Submit")["sampling"]["logit_bias"] == [[5, 100.0]]
 
 
 def test_a_bias_beyond_the_vocabulary_says_where_that_ends(server):
@@ -232,6 +255,52 @@ def test_a_chat_without_max_tokens_has_the_models_max_new_tokens(model_folder, t
         assert submitted(server, CHAT[0], CHAT[1] | fields)["max_tokens"] == budget
 
 
+CLAMPED = [
+    (*CHAT, "max_tokens"),
+    (*CHAT, "max_completion_tokens"),
+    (*TEXT, "max_tokens"),
+    ("/v1/responses", {"input": "hi"}, "max_output_tokens"),
+]
+
+
+@pytest.mark.parametrize(("path", "base", "field"), CLAMPED)
+def test_a_limit_that_does_not_fit_is_refused_or_clamped_as_the_operator_says(server, clamping, path, base, field):
+    error = refusal(server, path, base | {field: 32_000})
+    assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+    answer = clamping.http.post(path, json=base | {field: 32_000}).json()
+    submit = clamping.script.see("Submit")
+    room = clamping.script.info["max_model_len"] - len(submit["token_ids"])
+    assert submit["max_tokens"] == room
+    (warning,) = answer["warnings"]
+    assert (warning["code"], warning["param"]) == ("value_clamped", field)
+    assert warning["message"] == f"32000 tokens do not fit beside the prompt. The answer may have {room}."
+    for fits in ({field: room}, {field: 1}, {}):
+        assert "warnings" not in clamping.http.post(path, json=base | fits).json()
+    streamed = clamping.http.post(path, json=base | {field: 32_000, "stream": True}).text
+    assert streamed.count("value_clamped") == 1
+
+
+def test_of_several_prompts_the_least_room_is_told_and_one_that_fills_the_context_is_refused(clamping):
+    asked = {"prompt": [[5], [5] * 100], "max_tokens": 1000}
+    (warning,) = clamping.http.post("/v1/completions", json=asked).json()["warnings"]
+    assert warning["message"].endswith(f"The answer may have {clamping.script.info['max_model_len'] - 100}.")
+    full = [5] * clamping.script.info["max_model_len"]
+    assert refusal(clamping, "/v1/completions", {"prompt": full})["code"] == "context_length_exceeded"
+
+
+@pytest.fixture(scope="module")
+def clamping_server(model_folder):
+    with serving_ready(model_folder, clamp_max_tokens=True) as server:
+        yield server
+
+
+@pytest.fixture
+def clamping(clamping_server):
+    clamping_server.settle()
+    clamping_server.script.plan([2])
+    return clamping_server
+
+
 @ENDPOINTS
 @pytest.mark.parametrize("salt", ["", LONGEST + "x", 5, ["a"], True])
 def test_a_cache_salt_is_a_text_that_is_not_empty_and_not_long(server, path, base, salt):
@@ -258,7 +327,7 @@ def test_a_cache_salt_is_passed_on(server, path, base, fields, salt):
 def test_requests_without_a_seed_get_the_servers_row_of_them_and_others_keep_theirs(model_folder):
     with serving_ready(model_folder, seed=5) as server:
         seeds = []
-        for fields in ({}, {"seed": 7}, {}):
+        for fields in ({}, {"seed": 7}, {"seed": -1}):  # vLLM's and llama-server's -1 is a random seed
             server.script.plan([2])
             server.http.post("/v1/completions", json={"prompt": "a"} | fields)
             seeds.append(server.script.see("Submit")["sampling"]["seed"])

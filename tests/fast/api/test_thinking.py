@@ -101,15 +101,25 @@ def test_a_model_that_always_thinks_is_not_asked_to_stop(start, fields):
     assert (error["param"], error["code"]) == (param, "unsupported_parameter")
 
 
-@pytest.mark.parametrize("fields", [*OFF, *ON, {"include_reasoning": False}], ids=str)
+@pytest.mark.parametrize("fields", [*ON, SAID[1], {"include_reasoning": False}], ids=str)
 def test_a_bare_prompt_has_no_fields_of_thinking(start, fields):
     (param,) = fields
     bare = start(CHATML).http.post("/v1/completions", json={"prompt": "a"} | fields)
     assert (bare.status_code, bare.json()["error"]["param"]) == (400, param)
 
 
-def test_a_model_without_reasoning_is_not_asked_to_leave_it_out(start):
-    assert refusal(start(CHATML), include_reasoning=False)["param"] == "include_reasoning"
+@pytest.mark.parametrize("fields", [*OFF, SAID[0]], ids=str)
+def test_nothing_thinks_after_a_bare_prompt_so_what_turns_thinking_off_passes(start, fields):
+    server = start(CHATML)
+    server.script.plan([2])
+    bare = server.http.post("/v1/completions", json={"prompt": "a"} | fields)
+    assert bare.status_code == 200 and "warnings" not in bare.json(), bare.text
+
+
+def test_reasoning_can_be_left_out_where_there_is_none_and_not_where_nobody_parses_it(start):
+    assert warned(start(CHATML), include_reasoning=False) == []
+    server = start(ALWAYS_THINKS, reasoning_parser="none")
+    assert refusal(server, include_reasoning=False)["param"] == "include_reasoning"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -144,7 +144,7 @@ def test_vllms_add_special_tokens_is_honoured_or_refused_by_name(bos_server, pat
         ("/tokenize", {"messages": [HELLO], "tool_choice": "required"}, "tool_choice"),
         ("/tokenize", {"prompt": "x", "return_token_strs": "yes"}, "return_token_strs"),
         ("/tokenize", {"prompt": "x", "add_special_tokens": 1}, "add_special_tokens"),
-        ("/tokenize", {"prompt": "x", "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ("/tokenize", {"prompt": "x", "chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": "1 2"}, "tokens"),
         ("/detokenize", {"tokens": [1, "2"]}, "tokens.1"),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from app.api.refusals import REFUSALS, RESPONSES, Refusal
+from app.api.refusals import LEFT_OUT, REFUSALS, RESPONSES, Refusal
 from app.api.responses_schemas import ResponsesRequest
 from app.api.schemas import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from app.config.aliases import PEER_FLAGS
@@ -56,14 +56,19 @@ def field_table() -> list[tuple[str, str]]:
     rows = [(_named(both), "honoured")]
     for path, model in (("/v1/chat/completions", ChatCompletionRequest), ("/v1/completions", CompletionRequest)):
         rows.append((_named(set(model.model_fields) - both - never), f"honoured by {path}"))
-    return rows + refused_rows(REFUSALS)
+    return rows + left_out_rows(("verbosity",)) + refused_rows(REFUSALS)
 
 
 def response_field_table() -> list[tuple[str, str]]:
     """Return the rows of the fields that /v1/responses alone has."""
     own = set(ResponsesRequest.model_fields) - set(SamplingRequest.model_fields)
     refused = {"stream_options", *(refusal.field for refusal in RESPONSES)}
-    return [(_named(own - refused), "honoured"), *refused_rows(RESPONSES)]
+    left_out = left_out_rows([field for field in LEFT_OUT if "." in field])
+    return [(_named(own - refused), "honoured"), *left_out, *refused_rows(RESPONSES)]
+
+
+def left_out_rows(fields: Sequence[str]) -> list[tuple[str, str]]:
+    return [(f"`{field}`", f"passes with a warning: {LEFT_OUT[field].why.partition(': ')[2]}") for field in fields]
 
 
 def refused_rows(table: Sequence[Refusal]) -> list[tuple[str, str]]:
