@@ -45,10 +45,18 @@ def version_of(client: Client) -> str:
     return str(version)
 
 
-def call(command: list[str | Path]) -> "subprocess.CompletedProcess[str]":
-    """Run a client's program without the keys and addresses of this machine's user."""
+def call(command: list[str | Path], cwd: Path | None = None, **more: str) -> "subprocess.CompletedProcess[str]":
+    """Run a client's program without the keys and addresses of this machine's user. `more` is in its environment."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "PYTHON"))}
-    return subprocess.run(command, capture_output=True, text=True, timeout=1700, env=kept | QUIET)
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=1700,
+        cwd=cwd,
+        env=kept | QUIET | more,
+    )
 
 
 def run(name: str, part: str, url: str, model: str, question: str) -> dict[str, Any]:
@@ -56,7 +64,7 @@ def run(name: str, part: str, url: str, model: str, question: str) -> dict[str, 
     client = CLIENTS[name]
     program: list[str | Path] = [python_of(client.environment), HERE / "programs.py", name]
     if client.environment == "node":
-        program = [NODE, FOLDER / "node" / "ai_sdk.mjs"]
+        program = [NODE, FOLDER / "node" / "programs.mjs", name]
     done = call([*program, part, url, model, question])
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))

@@ -16,7 +16,7 @@ Cell = tuple[str, str]
 
 
 class Results:
-    """Plugin of pytest that keeps the outcome of each test with a property `cell`."""
+    """Plugin of pytest that keeps the outcome of the tests with a property `cell`. One failure decides."""
 
     def __init__(self) -> None:
         self.outcomes: dict[Cell, str] = {}
@@ -24,7 +24,7 @@ class Results:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         cell = dict(report.user_properties).get("cell")
         if isinstance(cell, tuple) and (report.when == "call" or report.failed):
-            self.outcomes[cell] = report.outcome
+            self.outcomes[cell] = "failed" if "failed" in (report.outcome, self.outcomes.get(cell)) else report.outcome
 
 
 def key(name: str) -> str:
@@ -37,8 +37,9 @@ def table(outcomes: Mapping[Cell, str]) -> str:
     lines = [f"| client | version | {' | '.join(COLUMNS)} |", "|---|---|---|---|---|"]
     for name, client in CLIENTS.items():
         cells = [WORDS.get(outcomes.get((name, column), ""), "not run") for column in COLUMNS]
-        if not client.prompt_fits:
-            cells[COLUMNS.index(DEMO_LOOP)] = "its prompt is longer than the demo's context"
+        for column in (CHAT, DEMO_LOOP):
+            if client.is_agent or (column == DEMO_LOOP and not client.prompt_fits):
+                cells[COLUMNS.index(column)] = "its prompt is longer than the demo's context"
         lines.append(f"{key(name)} {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

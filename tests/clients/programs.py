@@ -309,7 +309,8 @@ def autogen_loop(url: str, model: str, question: str) -> str:
 class Client(NamedTuple):
     """A client. Its environment is a file of requirements, and `package` says its version.
 
-    `prompt_fits` unless its prompt for tools is longer than the demo pair's context of 1,024 tokens.
+    `prompt_fits` unless its prompt for tools is longer than the demo pair's context of 1,024 tokens. An agent always
+    sends such a prompt, and has a test of its own.
     """
 
     environment: str
@@ -317,6 +318,7 @@ class Client(NamedTuple):
     chat: Callable[[str, str, str], Texts] | None = None
     loop: Callable[[str, str, str], str] | None = None
     prompt_fits: bool = True
+    is_agent: bool = False
 
 
 CLIENTS = {
@@ -332,7 +334,12 @@ CLIENTS = {
     "litellm": Client("openai2", "litellm", litellm, litellm_loop),
     "inspect-ai": Client("openai3", "inspect-ai", inspect_ai, inspect_ai_loop),
     "AutoGen": Client("openai2", "autogen-ext", autogen, autogen_loop),
-    "AI SDK": Client("node", "ai"),
+    "AI SDK": Client("node", "@ai-sdk/openai-compatible"),
+    "AI SDK, @ai-sdk/openai": Client("node", "@ai-sdk/openai"),
+    "Agents JS": Client("node", "@openai/agents"),
+    "Agents JS, chat.completions": Client("node", "@openai/agents"),
+    "Agents JS, previousResponseId": Client("node", "@openai/agents"),
+    "Codex": Client("node", "@openai/codex", is_agent=True),
 }
 
 if __name__ == "__main__":
