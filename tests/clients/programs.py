@@ -334,7 +334,7 @@ CLIENTS = {
     "litellm": Client("openai2", "litellm", litellm, litellm_loop),
     "inspect-ai": Client("openai3", "inspect-ai", inspect_ai, inspect_ai_loop),
     "AutoGen": Client("openai2", "autogen-ext", autogen, autogen_loop),
-    "AI SDK": Client("node", "@ai-sdk/openai-compatible"),
+    "AI SDK": Client("node", "ai"),
     "AI SDK, @ai-sdk/openai": Client("node", "@ai-sdk/openai"),
     "Agents JS": Client("node", "@openai/agents"),
     "Agents JS, chat.completions": Client("node", "@openai/agents"),

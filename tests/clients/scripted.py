@@ -25,7 +25,7 @@ CALLS = {
     "final_answer": ({"answer": "sunny"}, None),
 }
 """What the model calls where it is offered, one after the other, and what the result says."""
-MOST_PROMPTS = 100
+MOST_PROMPTS = 20
 """After these a client gets empty answers, because one that goes round in circles would never end."""
 OFFERED = re.compile(r'"function": {"name": "([^"]+)"|\ntype (\w+) = ')
 
