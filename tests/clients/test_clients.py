@@ -48,7 +48,8 @@ def test_a_client_runs_a_tool_loop(environments, url, name, record_property):
 
 
 @pytest.mark.parametrize("name", [name for name, client in PROGRAMS.items() if client.environment == "node"])
-def test_a_client_of_node_goes_on_after_a_tool_loop(environments, url, name):
+def test_a_client_of_node_goes_on_after_a_tool_loop(environments, url, name, record_property):
+    record_property("cell", (name, LOOP))
     told = run(name, "turns", url, "tiny", WEATHER)
     assert told["calls"] == ["Bern"] and told["answers"] == ["It is sunny."] * 3
 

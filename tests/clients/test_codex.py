@@ -15,6 +15,9 @@ CODEX = FOLDER / "node" / "node_modules" / "@openai" / "codex" / "bin" / "codex.
 CONFIG = f"""\
 model = "tiny"
 model_provider = "dflash"
+# A test needs no other host.
+check_for_update_on_startup = false
+analytics.enabled = false
 
 [model_providers.dflash]
 name = "dflash"
