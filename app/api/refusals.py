@@ -231,5 +231,5 @@ NESTED = {row.field: row._replace(harmless=_or_record(row)) for row in _OUTPUT} 
 }
 """What an unknown field at any depth may not ask for."""
 
-LABELS = frozenset(("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"))
+LABELS = frozenset(("user", "metadata", "client_metadata", "service_tier", "safety_identifier", "prompt_cache_key"))
 """Fields that mean nothing here, and pass without a warning."""

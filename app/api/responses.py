@@ -267,6 +267,10 @@ class Conversation:
             turn["content"] = _text(item.content)
         elif item.text:
             turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), item.text)))
+        elif item.encrypted_content:
+            why = "Another server encrypted this reasoning: it is not in the prompt."
+            param = f"{source}.encrypted_content"
+            self._body.warnings.append({"code": "reasoning_left_out", "param": param, "message": why})
 
 
 def _text(content: items.InputText) -> str:

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 from app.api.answers import Warnings, event
 from app.api.errors import ApiError
 from app.api.response_store import new_id
-from app.api.responses_schemas import ChosenFunction, NamespaceTool, ResponsesRequest, Tool
+from app.api.responses_schemas import ChosenFunction, NamespaceTool, ResponsesRequest, Tool, sealed
 from app.api.responses_tools import flatten
 from app.api.schemas import OtherTool
 from app.api.stream import Choices, CompletionTokensDetails, Piece, PromptTokensDetails, Reason
@@ -49,6 +49,7 @@ class OutputReasoning(TypedDict):
     summary: list[Any]
     status: Status
     content: list[ReasoningText]
+    encrypted_content: NotRequired[Annotated[str, Field(description="absent unless `include` asks for it")]]
 
 
 class CalledName(TypedDict):
@@ -152,6 +153,7 @@ class ResponseAnswers:
             for tool in flatten(asked.tools or [])
             if tool.group is not None and not isinstance(tool.tool, OtherTool)
         }
+        self._seals_reasoning = bool(asked.include)
         self._numbers = itertools.count()
         self._output: list[OutputItem] = []
         self._open: _TextItem | _CallItem | None = None
@@ -210,7 +212,7 @@ class ResponseAnswers:
     def _write(self, kind: Kind, text: str) -> Iterator[Event]:
         """Write text to the open item, or to a new one if the open one is of another kind."""
         if self._open is None or self._open.kind != kind:
-            yield from self._begin_item(partial(_TextItem, kind))
+            yield from self._begin_item(partial(_TextItem, kind, self._seals_reasoning))
         if text and self._open is not None:
             yield self._open.write(text)
 
@@ -307,8 +309,9 @@ class _CallItem:
 class _TextItem:
     """Item at `index` that is being written: a message or reasoning, with one part of text of this `kind`."""
 
-    def __init__(self, kind: Kind, index: int) -> None:
+    def __init__(self, kind: Kind, seals_reasoning: bool, index: int) -> None:
         self.kind = kind
+        self._seals_reasoning = seals_reasoning
         self._index = index
         self._id = new_id("msg" if kind == "output_text" else "rs")
         self._texts: list[str] = []
@@ -322,7 +325,16 @@ class _TextItem:
             written = [_output_text(text)]
             return {"id": self._id, "type": "message", "role": "assistant", "status": status, "content": written}
         thought = [_reasoning_text(text)]
-        return {"id": self._id, "type": "reasoning", "summary": [], "status": status, "content": thought}
+        item: OutputReasoning = {
+            "id": self._id,
+            "type": "reasoning",
+            "summary": [],
+            "status": status,
+            "content": thought,
+        }
+        if self._seals_reasoning:
+            item["encrypted_content"] = sealed(text)
+        return item
 
     def _part(self, text: str) -> OutputText | ReasoningText:
         return _output_text(text) if self.kind == "output_text" else _reasoning_text(text)

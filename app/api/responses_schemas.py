@@ -3,6 +3,7 @@
 Lists and strings have the bounds of schemas.py. refusals.py has the fields that are refused.
 """
 
+from base64 import b64decode, b64encode
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, TypeAdapter
@@ -27,6 +28,7 @@ from app.api.schemas import (
     type_of,
 )
 
+_SEAL = "text:"
 _TEXTS = ("input_text", "output_text")
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 
@@ -115,15 +117,33 @@ Reasoning = Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS, fail_fast
 
 
 class ReasoningItem(InputItem):
-    """Reasoning of an earlier turn. The `summary` counts only where the whole `content` is absent."""
+    """Reasoning of an earlier turn. The `summary` counts only where the whole `content` is absent, and
+    `encrypted_content`, which is this server's `sealed` text, where both are."""
 
     type: Literal["reasoning"]
     summary: Reasoning | None = None
     content: Reasoning | None = None
+    encrypted_content: str | None = None
 
     @property
     def text(self) -> str:
-        return "\n".join(part.text for part in self.content or self.summary or [])
+        """The reasoning, "" if there is none or another server encrypted it."""
+        return "\n".join(part.text for part in self.content or self.summary or []) or _opened(self.encrypted_content)
+
+
+def sealed(text: str) -> str:
+    """Return a reasoning as `encrypted_content`, which nothing encrypts: its item has the text beside it."""
+    return _SEAL + b64encode(text.encode()).decode()
+
+
+def _opened(sealed: str | None) -> str:
+    """Return the text that was sealed, or "" for another server's."""
+    if not sealed or not sealed.startswith(_SEAL):
+        return ""
+    try:
+        return b64decode(sealed.removeprefix(_SEAL), validate=True).decode()
+    except ValueError:
+        return ""
 
 
 class ItemReference(Body):

@@ -6,6 +6,7 @@ Values are strict, so that "5" is not a number. Every list has a maximum length 
 (`fail_fast`), because a large body of errors would keep the server busy.
 """
 
+import json
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, cast
 
@@ -30,6 +31,8 @@ MAX_NAME_LENGTH = 256  # of a function: OpenAI has 64, and gateways of MCP make 
 
 MAX_INT = 2**31 - 1
 MAX_NESTING = 64
+CUT = "arguments"
+"""Name under which a template gets arguments that were cut."""
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
@@ -237,7 +240,7 @@ def _parsed_arguments(value: Any, info: ValidationInfo) -> Any:
         except TooManyValues as error:
             raise ValueError(f"has, with the calls before it, {error}: the most that are read") from None
         except (ValueError, RecursionError):
-            parsed = None
+            parsed = {CUT: value} if _is_cut(value) else None
         if not isinstance(parsed, dict):
             raise ValueError("must be the JSON text of an object")
     if _depth(parsed) > MAX_NESTING:
@@ -245,13 +248,32 @@ def _parsed_arguments(value: Any, info: ValidationInfo) -> Any:
     return parsed
 
 
+def _is_cut(text: str) -> bool:
+    """Return whether a text is the beginning of a JSON object's, as a limit of tokens leaves it."""
+    try:
+        loads(text)
+    except json.JSONDecodeError as error:
+        return text.startswith("{") and (error.pos == len(text) or error.msg.startswith("Unterminated"))
+    except (ValueError, RecursionError):
+        pass
+    return False
+
+
 class CalledFunction(Body):
-    """A called function. `arguments` is the JSON text of an object, or the object, which chat templates get."""
+    """A called function. `arguments` is the JSON text of an object, or the object, which chat templates get. Of a text
+    that was cut they get the text, as CUT."""
 
     name: str
     arguments: Annotated[
         dict[str, Any] | None, BeforeValidator(_parsed_arguments, json_schema_input_type=str | dict[str, Any] | None)
     ] = None
+
+    @property
+    def is_cut(self) -> bool:
+        """True if a template gets the text of the arguments, because it was cut."""
+        given = self.arguments or {}
+        text = given.get(CUT)
+        return len(given) == 1 and isinstance(text, str) and _is_cut(text)
 
 
 def _depth(value: Any) -> int:

@@ -182,12 +182,6 @@ def _thinks(services: Services, template: ChatTemplate) -> bool:
     return (services.reasoning_parser or reasoning_for("auto", template.source)) is not None
 
 
-def _warn_of_tools(body: TemplatedRequest) -> list[AnswerWarning]:
-    others = [(f"tools.{i}", tool.type) for i, tool in enumerate(body.tools or []) if isinstance(tool, OtherTool)]
-    why = "A tool of the type `{}` was left out: only functions are offered to this model."
-    return [_warning("tool_left_out", path, why.format(clip(kind))) for path, kind in others[:_MAX_UNKNOWN]]
-
-
 def _warn_of_switches(body: TemplatedRequest, services: Services) -> list[AnswerWarning]:
     """Return warnings about thinking that is asked for where a template cannot switch it, and about names in
     `chat_template_kwargs` that the template does not know. What asks for nothing, like null and false, has none."""
@@ -284,7 +278,7 @@ def warn_of_prompt(body: TemplatedRequest, services: Services, is_joined: bool) 
     The name of a tool's message may repeat the function of an earlier call, because the prompt has that.
     """
     template = services.tokenizer.template_for(body.offers_tools)
-    names, thoughts, media = [], [], []
+    names, thoughts, media, cut = [], [], [], []
     called: set[str] = set()
     for index, message in enumerate(body.messages):
         called.update(call.function.name for call in message.tool_calls or [])
@@ -296,7 +290,17 @@ def warn_of_prompt(body: TemplatedRequest, services: Services, is_joined: bool) 
         ][:1]
         parts = enumerate(message.content if isinstance(message.content, list) else ())
         media += [f"messages.{index}.content.{i}" for i, part in parts if isinstance(part, MediaPart)]
-    warnings = [*_warn_of_tools(body), *_warn_of_switches(body, services)]
+        where = f"messages.{index}.tool_calls"
+        cut += [
+            f"{where}.{i}.function.arguments" for i, call in enumerate(message.tool_calls or []) if call.function.is_cut
+        ]
+    others = [(f"tools.{i}", tool.type) for i, tool in enumerate(body.tools or []) if isinstance(tool, OtherTool)]
+    why = "A tool of the type `{}` was left out: only functions are offered to this model."
+    warnings = [_warning("tool_left_out", path, why.format(clip(kind))) for path, kind in others[:_MAX_UNKNOWN]]
+    warnings += _warn_of_switches(body, services)
+    if cut:
+        why = "These arguments were cut, so they are no JSON: the model reads their text."
+        warnings.append(_warning("arguments_cut", cut[0], why))
     if media:
         why = "This model reads text only: the prompt says in place of an image, sound or file that there was one."
         warnings.append(_warning("media_left_out", media[0], why))

@@ -53,8 +53,8 @@ class OutputParser:
         self._finished = False
         if calls is not None:
             calls.reasoning, calls.emit = self.reasoning, self._take
-        if begun_call:
-            self._read(begun_call)
+        if calls is not None and begun_call:
+            calls.push(begun_call)
 
     @property
     def is_before_content(self) -> bool:
@@ -73,7 +73,10 @@ class OutputParser:
     def push(self, text: str) -> list[Part]:
         """Return what this piece makes certain, often nothing."""
         assert not self._finished, "pushed to output that has finished"
-        self._read(text)
+        if self._calls is not None:
+            self._calls.push(text)
+        elif text:
+            self._take(Part("content", text))
         return self._release()
 
     def finish(self, is_cut: bool = False) -> list[Part]:
@@ -85,12 +88,6 @@ class OutputParser:
         if not self.has_all_calls:
             self._show(*self.reasoning.finish())
         return self._release()
-
-    def _read(self, text: str) -> None:
-        if self._calls is not None:
-            self._calls.push(text)
-        elif text:
-            self._take(Part("content", text))
 
     def _take(self, part: Part) -> None:
         """Take a part whose content may have reasoning in it."""

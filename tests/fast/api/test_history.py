@@ -103,6 +103,55 @@ def test_arguments_of_a_call_are_an_object_or_its_text(server, path, arguments):
     assert '{"name": "clock", "arguments": {"zone": "UTC"}}' in server.prompt()
 
 
+def answered(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    server.script.plan([2])
+    response = server.http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def history_of(path: str, arguments: Any) -> dict[str, Any]:
+    called = {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "clock", "arguments": arguments}}]}
+    return asked(path, called if path == CHAT else ITEM | {"arguments": arguments})
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+@pytest.mark.parametrize("text", ['{"zone": "UT', '{"zone"', '{"zone": ["UTC",', "{"])
+def test_arguments_that_a_limit_has_cut_reach_the_prompt_as_a_text_with_a_warning(server, path, text):
+    (warning,) = answered(server, path, history_of(path, text))["warnings"]
+    param = "messages.1.tool_calls.0.function.arguments" if path == CHAT else "input.1"
+    assert (warning["code"], warning["param"]) == ("arguments_cut", param)
+    assert json.dumps({"arguments": text}) in server.prompt()
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_an_argument_of_that_name_that_is_whole_json_is_not_cut(server, path):
+    assert "warnings" not in answered(server, path, history_of(path, {"arguments": '{"zone": "UTC"}'}))
+
+
+def test_encrypted_reasoning_is_the_text_for_clients_that_send_only_that_back(start):
+    server = start(QWEN, reasoning_parser="qwen3")
+    sent = {"include": ["reasoning.encrypted_content"], "store": False}
+    thoughts = []
+    for fields in (sent, {}):
+        server.plan_text("<think>2 + 3</think>5.")
+        thoughts.append(server.http.post(RESPONSES, json=asked(RESPONSES, **fields)).json()["output"][0])
+        server.prompt()
+    sealed = thoughts[0].pop("encrypted_content")
+    assert "2 + 3" not in sealed and [thought["content"][0]["text"] for thought in thoughts] == ["2 + 3"] * 2
+    assert "encrypted_content" not in thoughts[1]
+    back = {"type": "reasoning", "summary": [], "encrypted_content": sealed}
+    assert "warnings" not in answered(server, RESPONSES, asked(RESPONSES, back, SAID, **sent))
+    assert "2 + 3" in server.prompt()
+
+
+@pytest.mark.parametrize("foreign", ["x", "text:x", "text:/w=="])
+def test_reasoning_that_another_server_encrypted_is_left_out_with_a_warning(server, foreign):
+    body = asked(RESPONSES, {"type": "reasoning", "summary": [], "encrypted_content": foreign})
+    (warning,) = answered(server, RESPONSES, body)["warnings"]
+    assert (warning["code"], warning["param"]) == ("reasoning_left_out", "input.1.encrypted_content")
+
+
 NOTES = [
     (CHAT, asked(CHAT, SAID | {"colour": "red"}), "messages.1.colour"),
     (CHAT, asked(CHAT, SAID | {"audio": {"id": "audio_1"}}), "messages.1.audio"),
@@ -132,11 +181,6 @@ NOTES = [
         "input.1.content.0.logprobs",
     ),
     (RESPONSES, asked(RESPONSES, ITEM | {"parsed_arguments": {"zone": "UTC"}}), "input.1.parsed_arguments"),
-    (
-        RESPONSES,
-        asked(RESPONSES, {"type": "reasoning", "summary": [], "encrypted_content": "x"}),
-        "input.1.encrypted_content",
-    ),
     (RESPONSES, asked(RESPONSES, tools=[SPACE, {"type": "function", "name": "f", "x": 1}]), "tools.1.x"),
     (RESPONSES, asked(RESPONSES, tools=[{**SPACE, "tools": [*SPACE["tools"], CLOCK | {"x": 1}]}]), "tools.0.tools.2.x"),
     (RESPONSES, asked(RESPONSES, reasoning={"mode": "pro"}), "reasoning.mode"),

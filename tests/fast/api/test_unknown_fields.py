@@ -35,7 +35,15 @@ def test_an_unknown_field_is_warned_and_counted(server, path, stream):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     "fields",
-    [{"user": "u"}, {"metadata": {"a": "b"}}, {"colour": None}, {"colour": False}, {"colour": []}, {"priority": 0}],
+    [
+        {"user": "u"},
+        {"metadata": {"a": "b"}},
+        {"client_metadata": {"a": "b"}},
+        {"colour": None},
+        {"colour": False},
+        {"colour": []},
+        {"priority": 0},
+    ],
     ids=str,
 )
 def test_labels_values_that_ask_for_nothing_and_known_fields_are_not_warned(server, path, fields):
