@@ -118,7 +118,6 @@ class Choice:
         detokenizer, parser = self.detokenizer, self.parser
         texts: list[str] = []
         parts: list[Part] = []
-        num_earlier = parser.num_calls
         token_ids: list[int] = []
         is_over = False
         for token_ids, finish in self._tokens(delta):
@@ -142,6 +141,7 @@ class Choice:
             reason = "tool_calls" if is_called else ended
         is_first, self.has_begun = not self.has_begun, True
         steps = self._steps(delta, texts) if self.with_steps and delta.token_ids else ()
+        num_earlier = parser.num_calls - sum(part.kind == "call" for part in parts)
         piece = Piece(self.index, joined(parts), num_earlier, steps, reason, is_first)
         if detokenizer.finish_reason != "stop":
             return piece

@@ -97,10 +97,11 @@ def test_commentary_to_a_function_is_a_call(server: Server, seed: int) -> None:
     assert said(server, tools=[WEATHER])[:4] == ("Hm, 漢字 < 5.", "", "tool_calls", called)
 
 
-def test_a_forced_call_begins_with_its_header(server: Server) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_begins_with_its_header(server: Server, stream: bool) -> None:
     server.plan_text('{"city": "Bern"}', 0)
     named = {"type": "function", "function": {"name": "weather"}}
-    assert said(server, tools=[WEATHER], tool_choice=named).calls == [("weather", {"city": "Bern"})]
+    assert said(server, stream, tools=[WEATHER], tool_choice=named).calls == [("weather", {"city": "Bern"})]
 
 
 @pytest.mark.parametrize(
