@@ -63,7 +63,7 @@ class JsonCalls(CallParser):
             self._read(tail)
         else:
             self._argue(self._arguments.pending + tail)
-            self._end_unfinished(is_cut)
+            self._end_unfinished(is_cut or tail != "")
 
 
 class JsonObjectCalls(JsonCalls):

@@ -79,6 +79,11 @@ def test_a_call_whose_arguments_are_no_object_is_broken(written):
     assert parse([f"{broken}<|call|>{FINAL}"]) == Parsed("It is 4.", "", (ToolCall("get_weather", written, False),))
 
 
+def test_a_mark_that_is_cut_in_place_of_arguments_is_no_whole_call():
+    cut_off = CALL.replace('{"city": "Bern > 1"}', "<|ch")
+    assert parse([cut_off]).tool_calls == (ToolCall("get_weather", "<|ch", False),)
+
+
 def test_a_call_of_a_function_that_is_not_offered_is_content():
     parsed = parse([CALL.replace("get_", "set_")])
     assert parsed.tool_calls == () and "Bern" in parsed.content and "set_weather" in parsed.content
