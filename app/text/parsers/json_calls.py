@@ -69,6 +69,17 @@ class JsonCalls(CallParser):
 class JsonObjectCalls(JsonCalls):
     """Parser of calls that are JSON objects with a "name" and "arguments". Models mix these up with "parameters"."""
 
+    _is_other = False  # within the object of a call of a function that is not offered
+
+    def _take(self, lexeme: str) -> str:
+        if self._is_other and not self._is_space(lexeme):
+            rest = self._object.read(lexeme)[1]
+            self._is_other = not (self._object.is_whole or self._object.is_broken)
+            if not self._object.is_broken:
+                self._show(lexeme.removesuffix(rest))
+                return rest
+        return super()._take(lexeme)
+
     def _begin_head(self, lexeme: str) -> None:
         super()._begin_head(lexeme)
         self._object = JsonReader(stops=True)
@@ -96,6 +107,7 @@ class JsonObjectCalls(JsonCalls):
                 return "{" + rest
             if name:
                 self._give_back()
+                self._is_other = True
         return rest
 
     def _name_before_arguments(self) -> str:

@@ -41,6 +41,7 @@ class Qwen3CoderCalls(CallParser):
     def __init__(self, tools: Sequence[Json] = ()) -> None:
         super().__init__(tools)
         self._name = ""
+        self._others: list[str] = []  # end tags to come of a call of a function that is not offered
 
     def _num_held(self, text: str) -> int:
         start = max(text.rfind("<"), 0)
@@ -58,21 +59,35 @@ class Qwen3CoderCalls(CallParser):
         return name if name in self._schemas else ""
 
     def _opens(self, lexeme: str) -> bool:
-        self._name = self._offered(lexeme)
+        self._name = _name_in(lexeme, FUNCTION)
+        if self._others:
+            self._follow_other(lexeme)
+            return False
         return lexeme == CALL or self._name != ""
+
+    def _follow_other(self, lexeme: str) -> None:
+        """Follow the calls in the text of a call of a function that is not offered, up to its own end."""
+        if (lexeme == CALL or self._name) and len(self._others) < _MAX_INNER:
+            self._others.append(END_CALL if lexeme == CALL else END_FUNCTION)
+        elif lexeme in self._others:
+            del self._others[len(self._others) - 1 - self._others[::-1].index(lexeme) :]
+        elif lexeme in (END_FUNCTION, END_CALL):
+            self._others.clear()
 
     def _extend_head(self, lexeme: str) -> str:
         key = _name_in(lexeme, PARAMETER)
-        if self._name and (key or lexeme in (END_FUNCTION, END_CALL)):
+        is_head = self._name and (key or lexeme in (END_FUNCTION, END_CALL))
+        if is_head and self._name in self._schemas:
             self._begin_call(self._name)
             self._schema = _object(self._schemas[self._name])
             self._keys: set[str] = set()  # of the parameters so far
             self._argue("{")
             self._begin_parameter(key)
-        elif lexeme[0] in SPACE or (not self._name and self._offered(lexeme)):
-            self._name = self._name or self._offered(lexeme)
+        elif lexeme[0] in SPACE or (not self._name and _name_in(lexeme, FUNCTION)):
+            self._name = self._name or _name_in(lexeme, FUNCTION)
             self._head.append(lexeme)
         else:
+            self._others = [END_FUNCTION] if is_head else []
             self._give_back()
             return lexeme
         return ""

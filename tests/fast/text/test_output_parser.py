@@ -342,3 +342,31 @@ def test_a_tag_without_the_head_of_an_offered_call_stays_in_the_thought(form):
     call = WRITTEN[form][1]
     for text in (f"write {call.partition('>')[0]}> then", call.replace('"f"', '"no"').replace("=f", "=no")):
         assert think(form, f"{text}</think>So.") == Parsed("So.", text)
+
+
+# --- functions that are not offered ----------------------------------------------------------------------------------
+
+CODER_F, CODER_NO = (f"<function={name}>\n<parameter=x>\n{{}}\n</parameter>\n</function>" for name in ("f", "no"))
+NOT_OFFERED = {
+    "qwen3": (Qwen3Calls, """<tool_call>{"name": "no", "arguments": {"x": "{}"}}</tool_call>"""),
+    "llama3_json": (Llama3Calls, """<|python_tag|>{"name": "no", "parameters": {"x": "{}"}}"""),
+    "qwen3_coder": (Qwen3CoderCalls, f"<tool_call>\n{CODER_NO}\n</tool_call>"),
+    "qwen3_coder alone": (Qwen3CoderCalls, CODER_NO),
+    "qwen3_coder without an end": (Qwen3CoderCalls, f"<tool_call>\n{CODER_NO.removesuffix('</function>')}</tool_call>"),
+}
+INSIDE = {
+    Qwen3Calls: "<tool_call>{'name': 'f', 'arguments': {}}</tool_call>",
+    Llama3Calls: "<|python_tag|>{'name': 'f', 'parameters': {}}",
+    Qwen3CoderCalls: "<tool_call>\n" + CODER_F.format(1) + "\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("form", NOT_OFFERED)
+def test_a_call_in_the_text_of_one_that_is_not_offered_is_text_and_one_behind_it_is_a_call(form):
+    make, outer = NOT_OFFERED[form]
+    written = outer.replace("{}", f"as in {INSIDE[make]} or\n{INSIDE[make]}")
+    after = WRITTEN[form.partition(" ")[0]][1]
+    text = f"a {written}\n{after}"
+    expected = Parsed(f"a {written}", "", (ToolCall("f", '{"x": 1}'),))
+    for at in range(len(text)):
+        assert pieces_parsed(OutputParser(calls=make(TYPED)), cut(text, [at])) == expected
