@@ -55,11 +55,12 @@ OUTPUTS = {
     "no name": '<tool_call>\n{"arguments": {}}\n</tool_call> bye',
     "arguments that are a list": '<tool_call>{"name": "clock", "arguments": [1]}</tool_call>',
     "never closed": 'Hm <tool_call>\n{"name": "weather"',
+    "one whole, one broken": call("clock") + '<tool_call>{"name": "weather", "arguments": {city}}</tool_call>',
     "one good, one bad": call("clock") + "<tool_call>nonsense</tool_call>",
 }
 
 
-BROKEN = ["not JSON"]
+BROKEN = ["not JSON", "one whole, one broken"]
 
 
 def ask(server: Server, stream: bool = False, **fields: Any) -> Said:
@@ -219,6 +220,13 @@ def test_a_stop_string_inside_a_call_ends_the_answer_before_the_call(server):
     server.plan_text(OUTPUTS["text before"], 0)
     shown = 'Let me see.\n\n<tool_call>\n{"name": "weather", '
     assert ask(server, stop='"arguments"')[1:4] == (shown, "stop", [])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_parallel_calls_a_broken_one_is_the_only_one(server, stream):
+    server.plan_text(OUTPUTS["not JSON"] + call("clock"), 0)
+    answer = ask(server, stream, parallel_tool_calls=False)
+    assert answer[1:4] == ("", "stop", [("weather", "{city}}")])
 
 
 def test_a_stop_string_in_the_arguments_ends_the_answer_and_its_call_is_not_whole(server):

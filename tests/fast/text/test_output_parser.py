@@ -162,6 +162,7 @@ def test_without_reasoning_its_tags_are_content():
             "{'name': 'f', 'arguments': {'x': True, 'y': [None, \"it's\", 'a \"b\"']}}",
             '{"x": true, "y": [null, "it\'s", "a \\"b\\""]}',
         ),
+        (r"""{"name": "f", "arguments": {"x": '\x41\u00e9\''}}""", r"""{"x": "\u0041\u00e9'"}"""),
         ('{"name": "f", "arguments": {"x": "a\n\tb"}}', '{"x": "a\\n\\tb"}'),
         ('{"name": "f", "arguments": {"x": 1}', '{"x": 1}'),
         ('{"name": "f", "arguments": {"x": [1, 2,\n], }, }', '{"x": [1, 2\n] }'),
@@ -180,7 +181,7 @@ def test_a_call_is_read_even_if_its_closing_tag_is_missing_or_cut_off(inside, ar
         *('{"name": "f", "arguments": null}', '{"name": "f", "arguments": "x"}', '{"name": "f", "arguments": "[]"}'),
         *('{"name: "f"}', '{"name": "f\n', '{"name": "\\', '{"name": "f", "arguments": ['),
         *('{"name": "\\ud800"}', '{"name": ' + "[" * 100_000, '{"name": ' + "9" * 5_000 + "}"),
-        r'{"name": "f", "arguments": "{\"a"}',
+        *(r'{"name": "f", "arguments": "{\"a"}', r'{"arguments": {"x": "\ud800"}, "name": "f"}'),
     ],
     ids=lambda inside: inside[:40],
 )
@@ -202,7 +203,7 @@ def test_a_block_that_is_no_call_is_content_as_written(inside, end):
         ('{"x": "\\d"}}', '{"x": "\\d"}}'),
         ('{"x": 1, ', '{"x": 1, '),
         ('{"x": 1,,}}', '{"x": 1,,}}'),
-        (f'{{"x": {"[" * 64}', f'{{"x": {"[" * 64}'),
+        (f'{{"x": {"[" * 64}{"]" * 64}}}}}', f'{{"x": {"[" * 64}{"]" * 64}}}}}'),
     ],
 )
 @pytest.mark.parametrize("text", ["", "</tool_call>\nso"])
