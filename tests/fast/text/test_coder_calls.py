@@ -359,3 +359,10 @@ def test_the_template_decides_between_the_formats_of_one_tag():
     assert FORMAT in FORMATS and format_for("qwen3_coder", "") is FORMAT
     for other in ("<tool_call>", "<tool_call><function=f>{}</function>", "<function=f><parameter=a>"):
         assert format_for("auto", other) is not FORMAT
+
+
+def test_a_parameter_that_has_come_does_not_end_a_text():
+    tools = [{"function": {"name": "f", "parameters": {"properties": {"s": {"type": "string"}}}}}]
+    parser = OutputParser(calls=Qwen3CoderCalls(tools))
+    parts = parser.push("<function=f><parameter=s>a <parameter=s> b</parameter></function>")
+    assert json.loads(parts[1].text) == {"s": "a <parameter=s> b"}

@@ -203,6 +203,7 @@ def test_a_block_that_is_no_call_is_content_as_written(inside, end):
         ('{"x": "\\d"}}', '{"x": "\\d"}}'),
         ('{"x": 1, ', '{"x": 1, '),
         ('{"x": 1,,}}', '{"x": 1,,}}'),
+        ('{"x": 01}}', '{"x": 01}}'),
         (f'{{"x": {"[" * 64}{"]" * 64}}}}}', f'{{"x": {"[" * 64}{"]" * 64}}}}}'),
     ],
 )
@@ -316,6 +317,11 @@ def test_a_call_ends_the_thought_in_which_it_is_written(form, after, content, op
     expected = Parsed(content, "I look.", (ToolCall("f", '{"x": 1}'),))
     assert all(think(form, text, (at,)) == expected for at in range(len(text)))
     assert not think(form, text, tools=[]).tool_calls
+
+
+@IN_THOUGHT
+def test_a_call_may_be_all_of_a_thought(form):
+    assert think(form, f"{WRITTEN[form][1]}\n</think>\nSo.") == Parsed("So.", "", (ToolCall("f", '{"x": 1}'),))
 
 
 @IN_THOUGHT
