@@ -4,7 +4,7 @@
 //
 // Rows of x are packed in the order in which tiles read them. A tile has ROWS rows and OUTS outputs, whose sums stay in
 // registers. Rows of x and of the weight are walked in equal pieces, whose DEPTH_BYTES fast caches hold for 16 rows.
-// One row walks the weight in the order of its addresses, because it is as fast as the memory.
+// Few rows walk the weight in the order of its addresses, because they are as fast as the memory.
 //
 // The operator linear_float32 leaves the sums in float32. It computes any number of rows,
 // because PyTorch would round them to bfloat16.
@@ -18,7 +18,8 @@ namespace {
 
 constexpr int GROUP = 8;  // tiles whose sums are kept while the next numbers of x are in the first cache
 constexpr int64_t DEPTH_BYTES = 2560;
-constexpr int64_t AHEAD_BYTES = 4096;  // what one row asks the memory for before it is multiplied
+constexpr int64_t AHEAD_BYTES = 4096;  // what few rows ask the memory for before it is multiplied
+constexpr int64_t FEW_ROWS = WIDTH == 64 ? 2 * ROWS : 2, FEW_BYTES = 24 << 10;  // that fit in the first cache
 
 // Rows of a weight that a tile asks the memory for, line by line, because the next tile reads them.
 struct Ahead {
@@ -39,8 +40,8 @@ struct Place {
 };
 
 // Add the products of R packed rows of x with O rows of a weight, `stride` bytes apart, over `steps` steps. The sums
-// begin with zero or with `sums`, and end there or in a place.
-template <class Result, int R, int O>
+// begin with zero or with `sums`, and end there or in a place. WALKS: it reads one row of the weight after another.
+template <class Result, int R, int O, bool WALKS>
 void add_tile(Lanes* sums, bool is_first, const Lanes* x, const char* weight, int64_t stride, int64_t steps,
               Ahead ahead, const Place<typename Result::Number>* place) {
   Lanes own[R * O];
@@ -48,17 +49,21 @@ void add_tile(Lanes* sums, bool is_first, const Lanes* x, const char* weight, in
     each<R * O>([&](auto i) UNROLLED { own[i] = Lanes{}; });
   else
     each<R * O>([&](auto i) UNROLLED { own[i] = sums[i]; });
-  if constexpr (R == 1) {
+  if constexpr (WALKS) {
     // One stream is read faster than O of them, and processors begin the next sums while these wait.
     for (int o = 0; o < O; o++, weight += stride) {
-      Lanes sum = own[o];
-      for (int64_t k = 0; k < steps; k++) {
+      Lanes walked[R];
+      each<R>([&](auto r) UNROLLED { walked[r] = own[r * O + o]; });
+      const Lanes* right = x;
+      for (int64_t k = 0; k < steps; k++, right += Own::PARTS * R) {
         __builtin_prefetch(weight + k * WIDTH + AHEAD_BYTES);
         each<Own::PARTS>([&](auto part) UNROLLED {
-          sum = Own::add(Own::part_at(weight + k * WIDTH, part), x[k * Own::PARTS + part], sum);
+          Lanes left = Own::part_at(weight + k * WIDTH, part);
+          in_register(left);
+          each<R>([&](auto r) UNROLLED { walked[r] = Own::add(left, right[part * R + r], walked[r]); });
         });
       }
-      own[o] = sum;
+      each<R>([&](auto r) UNROLLED { own[r * O + o] = walked[r]; });
     }
   } else {
     for (int64_t k = 0; k < steps; k++, weight += WIDTH) {
@@ -144,6 +149,7 @@ struct ProductWork : Work {
   const Product of;
   const int64_t in = of.rows.size, out = of.out, whole = in / Own::STEP, steps = (in + Own::STEP - 1) / Own::STEP;
   const int64_t tiles = out / OUTS, group, groups = (tiles + group - 1) / group;
+  const bool is_few = of.rows.count == 1 || (of.rows.count <= FEW_ROWS && of.rows.count * steps * WIDTH <= FEW_BYTES);
   const Number* weight = static_cast<const Number*>(of.weight);
   const Own::Number* bias = static_cast<const Own::Number*>(of.bias);
 
@@ -198,9 +204,10 @@ struct ProductWork : Work {
       row = int(r + R) * O / int(count);
       const Ahead ahead = {reinterpret_cast<const char*>(next) + asked * stride, next ? row - asked : 0};
       asked = row;
-      add_tile<Result, R, O>(sums_of_tile(tile) + r * O, k == 0, x + ((start + r) * steps + k * R) * Own::PARTS,
-                                   reinterpret_cast<const char*>(from), stride, length, ahead,
-                                   is_last ? &place : nullptr);
+      const bool walks = R == 1 || (is_few && r == 0);  // tiles of more rows find the weight in a cache
+      const auto add = walks ? add_tile<Result, R, O, true> : add_tile<Result, R, O, R == 1>;
+      add(sums_of_tile(tile) + r * O, k == 0, x + ((start + r) * steps + k * R) * Own::PARTS,
+          reinterpret_cast<const char*>(from), stride, length, ahead, is_last ? &place : nullptr);
       place.y += R * place.stride;
       if (place.plus) place.plus += R * place.stride;
       if (place.also) place.also += R * place.also_stride;
@@ -214,7 +221,7 @@ struct ProductWork : Work {
     const int64_t stride = in * int64_t(sizeof(Number));
     for (int64_t start = 0; start < of.rows.count; start += BLOCK_ROWS) {
       const int64_t rows = std::min<int64_t>(BLOCK_ROWS, of.rows.count - start);
-      const int64_t most = DEPTH_BYTES / WIDTH, pieces = rows > ROWS ? (steps + most - 1) / most : 1;
+      const int64_t most = DEPTH_BYTES / WIDTH, pieces = rows > ROWS && !is_few ? (steps + most - 1) / most : 1;
       const int64_t depth = (steps + pieces - 1) / pieces;
       for (int64_t k = 0; k < steps; k += depth)
         for (int64_t tile = 0; tile < count; tile++) {
@@ -226,7 +233,7 @@ struct ProductWork : Work {
           const Number* from = weight + own * in + k * Own::STEP;
           const bool is_last = k + depth >= steps;
           const Number* then = is_last ? next : weight + at * in + (k + depth) * Own::STEP;
-          if (start) then = nullptr;  // all are in a cache
+          if (start || is_few) then = nullptr;  // all are in a cache, or walked
           else if (tile + 1 < count) then = from + O * in;
           if (length > 0) add<O>(x, own, place, tile, start, rows, k, from, stride, length, then);
           if (!is_last || whole == steps) continue;
