@@ -39,7 +39,7 @@ _ROUTING_HEADERS = (
 """Headers that Kubernetes' endpoint pickers add. They change nothing here, and are logged."""
 _LOCAL_NAME = re.compile(r"[^.]*\.?|.*\.(?:localhost|local|internal|\d+)\.?|.*:.*", re.IGNORECASE)
 """Hosts that no stranger can point at another machine: IP addresses, and names without a domain or in a private one."""
-_STORED = re.compile(r"(/v1/responses/)[^/]+")
+_STORED = re.compile(r"(/v1/responses/+)[^/]+", re.IGNORECASE)
 """The path of a stored response, whose id is in no log: without keys it is all that opens it."""
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -92,7 +92,7 @@ class RequestIds:
             # one uvicorn closes the connection.
             if not complete:
                 raise
-            logger.exception("a bug answered %s %s with 500", scope["method"], quote(scope["path"]))
+            logger.exception("a bug answered %s %s with 500", scope["method"], _logged_path(scope))
         except asyncio.CancelledError:
             # uvicorn cancels running requests at its shutdown. A client without an answer gets one.
             if status:
@@ -112,13 +112,17 @@ def _log(scope: Scope, status: int, seconds: float, noted: Mapping[str, Any]) ->
     more |= {name: value[:_MAX_LOGGED] for name in _ROUTING_HEADERS if (value := headers.get(name))}
     head = {
         "method": scope["method"],
-        "path": quote(_STORED.sub(r"\1ID", scope["path"])[:_MAX_LOGGED]),
+        "path": _logged_path(scope),
         "status": status,
         "ms": round(1000 * seconds, 1),
     }
     level = logging.DEBUG if scope["path"] in _PROBES else logging.INFO
     text = "".join(f" {name}={quote(str(value), safe='/:,')}" for name, value in more.items())
     logger.log(level, "%s %s %d %.1f ms%s", *head.values(), text, extra={"fields": head | more})
+
+
+def _logged_path(scope: Scope) -> str:
+    return quote(_STORED.sub(r"\1ID", scope["path"])[:_MAX_LOGGED])
 
 
 def key_digests(keys: Sequence[str]) -> list[bytes]:
@@ -140,11 +144,11 @@ def check_key(headers: Headers, digests: Sequence[bytes], what: str) -> None:
 
 def sent_key(headers: Headers) -> bytes:
     """Return the digest of the request's key, without the spaces around it: of a Bearer token, or else of the header of
-    Anthropic's clients or of Azure's."""
-    kind, _, key = headers.get("authorization", "").partition(" ")
-    if kind.lower() != "bearer":
-        key = headers.get("x-api-key", headers.get("api-key", ""))
-    return hashlib.sha256(key.strip(" ").encode("latin-1")).digest()
+    Anthropic's clients or of Azure's. An empty one counts as absent."""
+    kind, _, token = headers.get("authorization", "").partition(" ")
+    sent = (token if kind.lower() == "bearer" else "", headers.get("x-api-key", ""), headers.get("api-key", ""))
+    key = next(filter(None, (key.strip(" ") for key in sent)), "")
+    return hashlib.sha256(key.encode("latin-1")).digest()
 
 
 class BrowserGuard:

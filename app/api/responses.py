@@ -19,7 +19,7 @@ from app.api.generate import Received, answer, receive
 from app.api.response_store import ResponseStore, Turn, shown
 from app.api.responses_answers import Deleted, ResponseAnswers, ResponseBody
 from app.api.responses_tools import check_names, flatten, joined_name
-from app.api.schemas import MAX_CALLS, MediaPart, SamplingRequest
+from app.api.schemas import MAX_CALLS, MAX_MESSAGES, MediaPart, SamplingRequest
 from app.api.services import services_of
 from app.api.shares import Held
 from app.metrics import Metrics
@@ -131,7 +131,13 @@ def _recall(store: ResponseStore, asked: items.ResponsesRequest, held: Held) -> 
             raise store.gone(f"`{param}`: the response {shown(identifier)}", param, "previous_response_not_found")
         previous = stored.turn
     given = asked.input if isinstance(asked.input, list) else []
-    wanted = {item.id: index for index, item in enumerate(given) if isinstance(item, items.ItemReference)}
+    wanted = dict[str, int]()
+    for index, item in enumerate(given):
+        if isinstance(item, items.ItemReference):
+            if item.id in wanted:  # A few bytes would recall a large item thousands of times.
+                param = f"input.{index}.id"
+                raise bad_request(f"`{param}` refers to the item {shown(item.id)} once more. Refer to it once.", param)
+            wanted[item.id] = index
     referred, missing = store.with_items(held.client_id, set(wanted))
     if missing:
         identifier = min(missing, key=lambda each: wanted[each])
@@ -177,6 +183,12 @@ class Conversation:
                 if isinstance(item, items.ItemReference):
                     (item,) = items.ITEMS.validate_python([known[item.id]])
                 self._items.append((f"input.{index}", item))
+        if len(self._items) > MAX_MESSAGES:  # Reasoning items become one message, so no later check counts them.
+            raise bad_request(
+                f"`input`, with what it continues, has {len(self._items)} items; at most {MAX_MESSAGES} are read. "
+                "Begin a new conversation, or leave out earlier items.",
+                "input",
+            )
         for source, item in self._items:
             self._add_item(source, item)
 

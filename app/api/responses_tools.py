@@ -1,5 +1,6 @@
 """Tools of /v1/responses as functions of chat. Those of a namespace get names that no other function has."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ def flatten(tools: Iterable[Tool]) -> Iterator[FlatTool]:
 
 def check_names(tools: Sequence[FlatTool]) -> None:
     """Raise ApiError for a function of a namespace whose joined name is too long or another's."""
-    names = [tool.name for tool in tools]
+    counts = Counter(tool.name for tool in tools)
     for tool in tools:
         if tool.group is None or tool.name is None:
             continue
@@ -58,7 +59,7 @@ def check_names(tools: Sequence[FlatTool]) -> None:
                 "it, or the name of its namespace.",
                 param,
             )
-        if names.count(tool.name) > 1:
+        if counts[tool.name] > 1:
             raise bad_request(f"`{param}` {offered}, and so is another tool. Rename one of them.", param)
 
 

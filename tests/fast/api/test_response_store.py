@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from app.api import response_store, shares
+from app.api import response_store, responses, shares
 from app.api.response_store import CLIENT_PART, MAX_RESPONSES, ResponseStore, Turn
 from app.api.responses_schemas import ITEMS
 from tests.fast.api.errors import error_of
@@ -104,6 +104,21 @@ def test_what_a_request_recalls_counts_like_the_bytes_of_its_body(server, monkey
     ask(server)
 
 
+def test_an_item_is_referred_to_once(server):
+    reference = {"type": "item_reference", "id": ask(server)["output"][0]["id"]}
+    error = refused(server, status=400, input=[reference, {"role": "user", "content": "x"}, reference])
+    assert (error["param"], error["code"]) == ("input.2.id", "invalid_value") and "once" in error["message"]
+
+
+def test_a_conversation_has_as_many_items_as_a_body_may_have(server, monkeypatch):
+    monkeypatch.setattr(responses, "MAX_MESSAGES", 5)
+    thoughts = [{"type": "reasoning"}] * 2
+    first = ask(server, input=[{"role": "user", "content": "x"}, *thoughts])
+    assert ask(server, previous_response_id=first["id"])["status"] == "completed"
+    error = refused(server, status=400, previous_response_id=first["id"], input=thoughts)
+    assert error["param"] == "input" and "6 items; at most 5" in error["message"]
+
+
 def test_instructions_are_not_inherited(server):
     first = ask(server, instructions="Be brief.")
     assert "Be brief." not in prompt(server, previous_response_id=first["id"])
@@ -197,13 +212,17 @@ def test_ids_have_128_random_bits(server):
         assert len(bytes.fromhex(identifier.partition("_")[2])) == 16
 
 
-def test_the_log_has_no_id_and_no_text_of_a_response(server, caplog):
+def test_the_log_has_no_id_and_no_text_of_a_response(server, caplog, monkeypatch):
     caplog.set_level(logging.DEBUG)
     first = ask(server, "A secret answer.", input="A secret question.")
     ask(server, previous_response_id=first["id"])
     refused(server, previous_response_id="resp_unknown")
     server.http.get(f"{PATH}/{first['id']}")
     server.http.delete(f"{PATH}/{first['id']}")
+    for path in (f"/V1/Responses/{first['id']}", f"{PATH}//{first['id']}", f"{PATH}/{first['id']}/input_items"):
+        error_of(server.http.get(path), 404)
+    monkeypatch.setattr(server.services.responses, "get", lambda owner, identifier: 1 / 0)
+    assert server.http.get(f"{PATH}/{first['id']}").status_code == 500
     ours = [record for record in caplog.records if record.name.startswith("app")]
     texts = "".join(f"{record.getMessage()} {record.__dict__}" for record in ours)
     assert "/v1/responses/ID" in texts

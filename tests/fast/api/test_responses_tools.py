@@ -4,8 +4,11 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from app.api import stream
+from app.api.responses_schemas import Tool
+from app.api.responses_tools import check_names, flatten
 from tests.fast.api.errors import error_of
 from tests.fast.api.served import CHATML, Server
 from tests.fast.api.templates import HELLO, QWEN
@@ -206,6 +209,13 @@ def test_a_joined_name_of_64_characters_passes(server):
     server.script.plan([2])
     ask(server, tools=[group("a", "f" * 61)])
     assert offered(server)[0]["name"] == "a__" + "f" * 61
+
+
+def test_names_of_a_body_full_of_tools_are_compared_once_each():
+    groups = TypeAdapter(list[Tool]).validate_python(
+        [group(f"n{i}", *(f"f{j}" for j in range(250))) for i in range(200)]
+    )
+    check_names(list(flatten(groups)))  # 50,000, which took 20 s each with all
 
 
 def test_an_error_about_a_function_of_a_namespace_names_its_place(server):
