@@ -36,6 +36,8 @@ _AGAIN = "download it again"
 _FILE_NAME = re.compile(r"(?!\.\.?$)[\w.+ -]{1,200}")
 """A name in an index. It leads out of no folder, and the hub's client takes it for one file and no pattern."""
 _SHARD = re.compile(r"(.*)-\d+-of-(\d{1,5})\.safetensors")
+_NO_SHARD = re.compile(r"\.|consolidated|adapter_model")
+"""Hidden files, the same weights in Mistral's own format, and adapters, which are no shards of a checkpoint."""
 _MAX_JSON_MIB = 256
 """Ten times the largest tokenizer.json that is published."""
 
@@ -341,7 +343,7 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 def _shards(folder: Path) -> list[str]:
     """Return the names of a folder's safetensors, as vLLM does without an index. Raises UnsupportedError if numbers in
     them say that there are more."""
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    names = sorted(path.name for path in folder.glob("*.safetensors") if not _NO_SHARD.match(path.name))
     found = Counter(numbered.groups() for numbered in map(_SHARD.fullmatch, names) if numbered)
     for (base, count), here in found.items():
         if here < int(count):
@@ -397,6 +399,8 @@ def _weight_map(folder: Path, single: Path, index: Path) -> dict[str, str]:
 
 def _read_header(file: Path) -> dict[str, tuple[list[int], str]]:
     """Return tensor name -> shape and dtype. Raises UnsupportedError unless the file is whole."""
+    if not file.is_file():  # reading a FIFO or a device may never end
+        raise UnsupportedError(f"{file} is no file; {_AGAIN}")
     try:
         with safe_open(file, framework="np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)

@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -120,6 +121,22 @@ def test_files_without_an_index_that_have_the_same_tensor_or_lack_a_shard_are_na
     for number in (1, 3):
         safetensors(tmp_path / f"x-0000{number}-of-00003.safetensors", [f"x{number}"])
     assert "2 of 3 shards x-...-of-00003 are here" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["consolidated", "consolidated-00001-of-00002", "adapter_model", "._x-00001-of-00001"])
+def test_what_is_no_shard_is_not_read_beside_shards_without_an_index(tmp_path: Path, name: str) -> None:
+    safetensors(tmp_path / f"{name}.safetensors", ["a", "b"])
+    assert "no weights" in refusal(tmp_path)
+    safetensors(tmp_path / "x-00001-of-00001.safetensors", ["a"])
+    assert {stored.file.name for stored in Checkpoint(tmp_path).tensors.values()} == {"x-00001-of-00001.safetensors"}
+
+
+def test_a_shard_that_is_no_file_is_refused_and_never_opened(tmp_path: Path) -> None:
+    shard = tmp_path / "x.safetensors"
+    for make in (shard.mkdir, partial(os.mkfifo, shard), partial(shard.symlink_to, tmp_path / "gone")):
+        make()
+        assert f"{shard} is no file" in refusal(tmp_path)
+        shard.rmdir() if shard.is_dir() else shard.unlink()
 
 
 def test_pickled_weights_are_refused_by_name(folder: Path) -> None:
