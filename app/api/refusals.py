@@ -51,6 +51,11 @@ def _asks_nowhere(value: Any) -> bool:
     return not (any(map(asks, value.values())) if isinstance(value, dict) else asks(value))
 
 
+def _is_text(value: Any) -> bool:
+    """Return True also for the format of plain text, if nothing else is asked for beside it."""
+    return _asks_nowhere(value | {"type": None} if isinstance(value, dict) and value.get("type") == "text" else value)
+
+
 def _not_above_one(value: Any) -> bool:
     """Return True also for a value that is not a count, because schemas.py refuses that."""
     return not isinstance(value, int) or value <= 1
@@ -108,7 +113,7 @@ _OUTPUT = _table(
     ("logprobs return_logprob", _never, _LOGPROBS),
     ("top_logprobs n_probs top_logprobs_num", _number(0), _LOGPROBS),
     ("prompt_logprobs", _never, _LOGPROBS),
-    ("response_format", _is({"type": "text"}), GRAMMAR),
+    ("response_format", _is_text, GRAMMAR),
     ("structured_outputs guided_regex guided_choice guided_grammar guided_decoding_backend", _never, GRAMMAR),
     ("guided_json json_schema", _only(False, ""), GRAMMAR),  # {} is a schema, of any JSON
     ("guided_whitespace_pattern regex grammar ebnf structural_tag", _never, GRAMMAR),
@@ -185,7 +190,7 @@ RESPONSES = _table(
     ("conversation", _never, "`{}`: no conversations are kept here. Send `previous_response_id`, or all as `input`."),
     ("background", _is(False), "`{}`: an answer comes with its request here. Leave it out."),
     ("prompt", _never, "`{}`: no templates of prompts are stored here. Send `instructions` and `input`."),
-    ("text.format", _is({"type": "text"}), GRAMMAR),
+    ("text.format", _is_text, GRAMMAR),
     ("truncation", _is("disabled"), _UNCUT),
     ("context_management", _never, _UNCUT),
     ("max_tool_calls", _never, "`{}` counts calls of built-in tools, and there are none here. Leave it out."),

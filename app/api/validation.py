@@ -29,7 +29,7 @@ from app.text.parsers import reasoning_for
 _NO_PLACE = "This model's chat template has no place for"
 _MAX_UNKNOWN = 16  # warnings of one answer about unknown fields
 _MAX_PATH = 128  # characters of an unknown field's path
-_DATA = ("properties", "parsed", "parsed_arguments")
+_DATA = ("properties", "$defs", "definitions", "parsed", "parsed_arguments")
 """Unknown fields whose names are a schema's or the data of an answer, and ask for nothing."""
 _GENERATING = ChatCompletionRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
 """Fields that may stand in a body for /tokenize too, where they change nothing."""

@@ -276,7 +276,8 @@ def test_what_asks_for_log_probabilities_or_a_grammar_is_refused_at_any_depth(se
 
 
 def test_schemas_of_tools_may_have_fields_of_any_name(server):
-    schema = {"type": "object", "properties": {"response_format": {"type": "string"}, "regex": {"type": "string"}}}
+    fields = {"response_format": {"type": "string"}, "regex": {"type": "string"}}
+    schema = {"type": "object", "properties": fields, "$defs": fields, "definitions": fields}
     tool = {"type": "function", "function": {"name": "speak", "parameters": schema, "outputSchema": schema}}
     assert warnings(server, CHAT, asked(CHAT, tools=[tool])) == ["tools.0.function.outputSchema"]
 

@@ -11,7 +11,12 @@ HARMFUL = {
     "top_logprobs": [3],
     "prompt_logprobs": [0, 1],
     "return_logprob": [True],
-    "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}, "text"],
+    "response_format": [
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {}},
+        "text",
+        {"type": "text", "schema": {"a": 1}},
+    ],
     "structured_outputs": [{"regex": "a"}],
     "guided_json": [{}, {"type": "object"}],
     "thinking": [False, {"type": "disabled"}],
@@ -44,7 +49,7 @@ HARMFUL = {
 HARMLESS = {
     "logprobs": [False],
     "top_logprobs": [0],
-    "response_format": [{"type": "text"}],
+    "response_format": [{"type": "text"}, {"type": "text", "json_schema": None, "strict": False}],
     "tools": [[]],
     "tool_choice": ["none", "auto"],
     "n": [1],

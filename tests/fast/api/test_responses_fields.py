@@ -185,6 +185,7 @@ def test_no_field_of_chat_is_ignored_here():
         {refusal.field: None for refusal in RESPONSES if "." not in refusal.field},
         {"store": False, "background": False, "truncation": "disabled", "include": [], "context_management": []},
         {"text": {"format": {"type": "text"}}, "reasoning": {"summary": "auto", "effort": None}},
+        {"text": {"format": {"type": "text", "schema": None, "strict": False}}},
         {"text": {}, "reasoning": {}, "tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "metadata": {}},
         {
             "include": ["reasoning.encrypted_content"],
