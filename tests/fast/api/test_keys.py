@@ -117,6 +117,8 @@ def test_a_key_may_come_in_the_header_of_anthropics_and_azures_clients(server, n
         ({name: "wrong"}, 401),
         ({name: ""}, 401),
         ({name: "Bearer first-key"}, 401),
+        ({"Authorization": "Bearer", name: "first-key"}, 200),
+        ({"x-api-key": "", "api-key": "", name: "first-key"}, 200),
         ({"Authorization": "Bearer wrong", name: "first-key"}, 401),
         (BEARER | {name: "wrong"}, 200),
     ):
