@@ -62,7 +62,7 @@ InputText = str | Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=Tr
 
 
 class InputItem(Body):
-    """An item of the conversation. `id` and `status` come from earlier answers and mean nothing here."""
+    """An item of the conversation, which an `item_reference` finds by its `id`. The `status` means nothing here."""
 
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None

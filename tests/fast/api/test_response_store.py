@@ -86,6 +86,15 @@ def test_items_are_found_in_a_newer_response_when_the_older_ones_are_gone(server
     assert "One." in prompt(server, input=[reference, {"role": "user", "content": "so"}])
 
 
+def test_an_id_that_a_client_used_twice_names_the_newer_item(server):
+    hello = {"role": "user", "content": "hello"}
+    ask(server, input=[hello | {"id": "mine", "content": "older"}, hello | {"id": "other", "content": "beside it"}])
+    ask(server, input=[hello | {"id": "mine", "content": "newer"}])
+    for ids in (["mine"], ["mine", "other"]):
+        told = prompt(server, input=[{"id": each} for each in ids])
+        assert "newer" in told and "older" not in told and ("beside it" in told) == ("other" in ids)
+
+
 def test_namespaces_and_images_come_back_from_the_store_as_they_were(server):
     group = {"type": "namespace", "name": "n", "tools": [CLOCK]}
     first = ask(server, CALL.replace("clock", "n__clock"), tools=[group])
@@ -196,14 +205,14 @@ def test_a_failed_stream_is_not_kept_and_says_so(server, background):
 
 
 def test_a_call_whose_arguments_are_no_json_is_not_kept():
-    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": '}
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "b"}
 
     async def kept(arguments: str) -> bool:
         return ResponseStore(2**20).keep(
             "me", Turn.of([]), {"id": "resp_1", "output": [call | {"arguments": arguments}]}
         )
 
-    assert [asyncio.run(kept(arguments)) for arguments in ('{"a": ', '{"a": 1}')] == [False, True]
+    assert [asyncio.run(kept(arguments)) for arguments in ('{"a": b}', '{"a": 1}')] == [False, True]
 
 
 def test_ids_have_128_random_bits(server):
@@ -294,17 +303,27 @@ def test_a_client_fills_its_part_of_the_bytes_and_all_clients_no_more_than_there
     asyncio.run(fill())
 
 
+def test_ids_count_with_the_memory_that_they_take():
+    store = ResponseStore(CLIENT_PART * 2**14)
+    for count, fits in ((100, True), (130, False)):
+        items = [{"role": "user", "content": "", "id": str(100 + number)} for number in range(count)]
+        assert store.fits(Turn.of(ITEMS.validate_python(items))) is fits
+
+
 def test_a_response_is_forgotten_after_its_time_and_nothing_of_it_is_left(monkeypatch):
     monkeypatch.setattr(response_store, "SECONDS", 0.01)
 
     async def fill() -> None:
-        kept = Kept(2**20)
+        kept, errors = Kept(2**20), []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+        deleted = kept.add("me")
+        assert kept.store.delete("me", deleted)
         first = kept.add("me")
-        assert kept.store.with_items("me", {"item_1"})[0] and not kept.store.with_items("you", {"item_1"})[0]
+        assert kept.store.with_items("me", {"item_2"})[0] and not kept.store.with_items("you", {"item_2"})[0]
         while kept.has("me", first) == [True]:
             await asyncio.sleep(0.005)
-        assert kept.store.with_items("me", {"item_1"}) == ([], {"item_1"})
-        assert not kept.store._stored and not kept.store._num_bytes
+        assert kept.store.with_items("me", {"item_2"}) == ([], {"item_2"})
+        assert not kept.store._stored and not kept.store._num_bytes and not errors, "a deleted one is not dropped again"
 
     asyncio.run(fill())
 

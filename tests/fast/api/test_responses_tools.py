@@ -105,7 +105,9 @@ def test_a_tool_inside_a_namespace_is_left_out_under_its_own_path(server):
     group = AGENTS | {"tools": [PATCH, AGENTS, SPAWN]}
     answer = ask(server, tools=[EXEC, group])
     assert [one["param"] for one in answer["warnings"]] == ["tools.1.tools.0", "tools.1.tools.1"]
-    assert [tool["name"] for tool in offered(server)] == ["exec_command", "multi_agent_v1__spawn_agent"]
+    plain, spawn = offered(server)
+    assert [plain["name"], spawn["name"]] == ["exec_command", "multi_agent_v1__spawn_agent"]
+    assert AGENTS["description"] in spawn["description"], "of the first that is offered"
     assert [tool["name"] for tool in answer["tools"][1]["tools"]] == ["spawn_agent"]
 
 
