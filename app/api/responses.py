@@ -279,8 +279,8 @@ class Conversation:
             turn["content"] = _text(item.content)
         elif item.text:
             turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), item.text)))
-        elif item.encrypted_content:
-            why = "Another server encrypted this reasoning: it is not in the prompt."
+        elif item.encrypted_content and all(one["code"] != "reasoning_left_out" for one in self._body.warnings):
+            why = "Another server encrypted this reasoning, and maybe more of it: it is not in the prompt."
             param = f"{source}.encrypted_content"
             self._body.warnings.append({"code": "reasoning_left_out", "param": param, "message": why})
 

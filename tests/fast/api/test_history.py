@@ -147,7 +147,7 @@ def test_encrypted_reasoning_is_the_text_for_clients_that_send_only_that_back(st
 
 @pytest.mark.parametrize("foreign", ["x", "text:x", "text:/w=="])
 def test_reasoning_that_another_server_encrypted_is_left_out_with_a_warning(server, foreign):
-    body = asked(RESPONSES, {"type": "reasoning", "summary": [], "encrypted_content": foreign})
+    body = asked(RESPONSES, *[{"type": "reasoning", "summary": [], "encrypted_content": foreign}] * 2)
     (warning,) = answered(server, RESPONSES, body)["warnings"]
     assert (warning["code"], warning["param"]) == ("reasoning_left_out", "input.1.encrypted_content")
 
