@@ -246,7 +246,7 @@ def test_a_repository_with_several_files_is_refused_before_any_is_downloaded(hub
 def test_a_repository_of_safetensors_is_downloaded_as_before(hub: Callable[..., list[Any]]) -> None:
     asked = hub(["config.json", "model.safetensors", "Model-Q4_0.gguf"])
     find_folder("o/m", "target")
-    ((_, _, patterns),) = asked
+    _, _, patterns = asked[0]
     assert "model*.safetensors" in patterns and not any("gguf" in pattern for pattern in patterns)
 
 

@@ -1,6 +1,7 @@
 """What is served without a MODEL, and where the target and the draft of a pair come from."""
 
 import hashlib
+import logging
 import os
 import sys
 from importlib.machinery import ModuleSpec
@@ -88,6 +89,9 @@ def test_without_a_model_and_without_the_package_demo_is_served_and_the_command_
 def test_the_choice_of_a_model_is_the_first_line_of_the_log(
     package: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", root.handlers[:])
+    monkeypatch.setattr(root, "level", root.level)
     monkeypatch.setattr(process.resource, "getrlimit", lambda _: (1, 1))  # refused behind the notes
     assert process.run(settings("--attention-backend", "x")) == 1
     first, second, *_ = capsys.readouterr().err.splitlines()
