@@ -10,7 +10,7 @@ import pytest
 from app.api import body, stream
 from app.text.detokenizer import Detokenizer
 from tests.fast.api.errors import error_of
-from tests.fast.api.served import Server
+from tests.fast.api.served import Server, until
 
 PATHS = {
     "/v1/completions": {"prompt": "hi"},
@@ -54,7 +54,7 @@ def test_a_stream_shows_that_it_lives_before_the_first_token(server, path, monke
 
 @every_path
 @pytest.mark.parametrize("failure", ["refused by the engine", "deadline", "death of the engine", "bug"])
-def test_what_fails_later_is_an_error_event_and_no_done(own_server, path, failure, monkeypatch):
+def test_what_fails_later_is_an_error_event_and_no_done(own_server, path, failure, monkeypatch, caplog):
     own_server.ready()
     codes = {"refused by the engine": "engine_error", "deadline": "deadline_exceeded", "bug": "internal_error"}
     with opened(own_server, path, **({"X-Request-Timeout": "60"} if failure == "deadline" else {})) as response:
@@ -84,6 +84,8 @@ def test_what_fails_later_is_an_error_event_and_no_done(own_server, path, failur
     else:
         ((error,),) = [list(event.values()) for event in events]
     assert error["code"] == codes.get(failure, "engine_loading"), error
+    if failure == "bug":
+        until(lambda: any(record.exc_info for record in caplog.records))
 
 
 @every_path
