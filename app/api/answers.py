@@ -273,6 +273,7 @@ def _tool_call(call: ToolCall) -> AnsweredCall:
 
 
 def rendered(model: str, prompt: Prompt, warnings: Sequence[AnswerWarning]) -> RenderedPrompt:
+    """Return a prompt's ids as /render answers them, with warnings if there are any."""
     answer: RenderedPrompt = {"model": model, "token_ids": prompt.token_ids}
     if warnings:
         answer["warnings"] = warnings

@@ -244,7 +244,7 @@ class Choices:
             async for pieces in arriving:
                 for piece in pieces:
                     parts[piece.index].append(piece)
-        return [replace(pieces[-1], parts=joined(part for piece in pieces for part in piece.parts)) for pieces in parts]
+        return [replace(pieces[-1], parts=[part for piece in pieces for part in piece.parts]) for pieces in parts]
 
     async def pieces(self, pause: float | None = None) -> AsyncGenerator[list[Piece], None]:
         """Yield the new pieces of all choices until all have finished, and none after `pause` seconds without any.

@@ -313,7 +313,7 @@ def warn_of_prompt(body: TemplatedRequest, services: Services, is_joined: bool) 
         warnings.append(_warning("reasoning_left_out", thoughts[0], why))
     if is_joined:
         moved = next((i for i, one in enumerate(body.messages) if i and one.role in ("system", "developer")), 0)
-        why = "This model's chat template takes one system message, at the beginning: this one was joined to it."
+        why = "This model's chat template takes one system message, at the beginning: this one is a part of that now."
         warnings.append(_warning("system_messages_joined", f"messages.{moved}", why))
     if body.forces_call and (on := _fields_that_turn(body, True)):
         why = "`tool_choice` forces a call, and the answer begins with it."

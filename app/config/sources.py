@@ -81,9 +81,9 @@ def load_config(flags: Iterable[GivenSetting] = ()) -> Config:
         except (UnicodeError, TypeError, *UNREADABLE) as error:
             raise ConfigError(f"{given.spelling}: {' '.join(str(error).split())}") from None
     chosen = notes_of(config.model, is_default="model" not in settings)
-    unused = [f"{settings[name].spelling}: nothing to set, no draft is served" for name in _OF_DRAFTS & settings.keys()]
-    idle = sorted(unused) if lacks_draft or not config.speculation else []
-    return config.model_copy(update={"notes": (*chosen, *config.notes, *idle)})
+    idle = _OF_DRAFTS & settings.keys() if lacks_draft or not config.speculation else set()
+    of_drafts = sorted(f"{settings[name].spelling}: nothing to set, no draft is served" for name in idle)
+    return config.model_copy(update={"notes": (*chosen, *config.notes, *of_drafts)})
 
 
 def _with_file(model: GivenSetting | None, file: GivenSetting) -> GivenSetting:

@@ -94,9 +94,7 @@ class NoReasoning:
     """Reasoning of an output that has none: all is content."""
 
     has_reasoned = is_before_content = False
-
-    def __init__(self) -> None:
-        self.begins_content = True
+    begins_content = True
 
     def push(self, text: str) -> tuple[str, str]:
         self.begins_content = self.begins_content and not text.strip(SPACE)

@@ -10,7 +10,7 @@ from tests.fast.api.errors import CHAT
 from tests.fast.api.served import serving
 
 APP = str(Path(__file__).parents[3] / "app") + "/"
-MAX_FUNCTIONS = 165
+MAX_FUNCTIONS = 163
 MAX_FILES = 25
 
 

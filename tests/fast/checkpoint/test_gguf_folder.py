@@ -6,6 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -198,7 +199,8 @@ def hub(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
             asked.append((name, revision, allow_patterns))
             folder = tmp_path / "snapshot"
             for stored in names:
-                if stored in allow_patterns or not is_reachable:
+                is_shard = stored.endswith(".safetensors") and any(fnmatch(stored, one) for one in allow_patterns)
+                if stored in allow_patterns or is_shard or not is_reachable:
                     (folder / stored).parent.mkdir(parents=True, exist_ok=True)
                     (folder / stored).unlink(missing_ok=True)
                     (folder / stored).symlink_to(file)
@@ -246,8 +248,16 @@ def test_a_repository_with_several_files_is_refused_before_any_is_downloaded(hub
 def test_a_repository_of_safetensors_is_downloaded_as_before(hub: Callable[..., list[Any]]) -> None:
     asked = hub(["config.json", "model.safetensors", "Model-Q4_0.gguf"])
     find_folder("o/m", "target")
-    _, _, patterns = asked[0]
+    ((_, _, patterns),) = asked
     assert "model*.safetensors" in patterns and not any("gguf" in pattern for pattern in patterns)
+
+
+def test_of_a_repository_without_weights_of_the_usual_names_all_safetensors_are_downloaded(
+    hub: Callable[..., list[Any]],
+) -> None:
+    asked = hub(["config.json", "weights.safetensors"])
+    assert (find_folder("o/m", "target") / "weights.safetensors").exists()
+    assert ["*.safetensors" in patterns for _, _, patterns in asked] == [False, True]
 
 
 def test_without_the_hub_the_cached_file_is_served(hub: Callable[..., list[Any]], file: Path) -> None:
