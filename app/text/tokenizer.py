@@ -67,8 +67,9 @@ class Tokenizer:
     `tokenizer_folder` has the tokenizer and the chat template if they are not the target's own. The sampling defaults
     are those of generation_config.json, if it `has_defaults`, with `overrides` over them; ends of text stay.
 
-    `max_id` is the highest id that it can make. `model_vocab_size`, `model_type` and `architectures` come from
-    config.json, and `max_new_tokens` from generation_config.json; each may be None.
+    `max_id` is the highest id that it can make, and `special_tokens` has the texts of BOS, EOS and their like by name.
+    `model_vocab_size`, `model_type` and `architectures` come from config.json, and `max_new_tokens` from
+    generation_config.json; each may be None.
     The constructor raises ConfigError, which names the file at fault. It reads config.json if `config` is None.
     """
 
@@ -94,7 +95,7 @@ class Tokenizer:
         except Exception as error:  # The library raises plain Exception.
             raise ConfigError(f"{path} cannot be read: {error}") from None
         settings = read_json(texts / "tokenizer_config.json", or_empty=True)
-        special = _special_tokens(texts, settings)
+        self.special_tokens = special = _special_tokens(texts, settings)
         _add_listed_tokens(self.backend, texts, settings, set(special.values()))
         self._control = _ControlTokens(self.backend)
         added = {token.content for token in self.backend.get_added_tokens_decoder().values()}
