@@ -108,10 +108,9 @@ def check_alike(engine: Engine, request: Request, target: Path, draft: Path, ref
     hidden, model = hidden_by(engine), trained(draft, target)
     blocks = drafted_by(engine.core, [request])
     by_block = torch.cat(hidden).unflatten(0, (len(blocks), -1))
-    shape, rows = model.shape, reference.head
-    ids = torch.arange(shape.vocab) if shape.draft_vocab == shape.vocab else KEPT
+    shape, ids, rows = model.shape, torch.arange(model.shape.vocab), reference.head
     if shape.draft_vocab < shape.vocab:
-        rows = load_file(draft / "model.safetensors")["lm_head.weight"].float()
+        ids, rows = KEPT, rows[KEPT].bfloat16().float()
     for block, served in zip(blocks, by_block, strict=True):
         *_, anchor = block.token_ids
         tapped = features(reference, block.token_ids, shape.taps)  # the anchor's own is there, and not seen
@@ -158,8 +157,8 @@ def test_a_block_sees_what_is_before_its_anchor_and_no_other_block(target: Path,
     changed = draft(tapped, anchors, blocks)
     torch.testing.assert_close(changed[:, 0], both[:, 0])
     assert ((changed[:, 1] - both[:, 1]).abs().amax((1, 2)) > 0.1).all()
-    alone = draft(tapped[:, :6], anchors[:, :1], blocks[:, :1])
-    torch.testing.assert_close(alone, both[:, :1])
+    for block in (slice(0, 1), slice(1, 2)):
+        torch.testing.assert_close(draft(tapped, anchors[:, block], blocks[:, block]), changed[:, block])
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -327,11 +326,11 @@ def test_a_shape_that_cannot_be_served_is_refused(target: Path, wishes: dict[str
 
 # Mask tokens
 
-CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
+CHATML = """{% for m in messages %}<|im_start|>{{ '<|' ~ m.role ~ '|>' }}
 {{ m.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% if enable_thinking %}<think>{% endif %}{% endif %}{% if tools %}<|tool|>{% endif %}"""
-IN_USE = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "<|tool|>", "<|bos|>"]
+IN_USE = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "<|tool|>", "<|user|>", "<|bos|>"]
 
 
 def qwen_like(folder: Path, unused: list[str]) -> Tokenizer:
@@ -378,6 +377,7 @@ def test_a_target_without_an_unused_token_is_refused(tmp_path: Path) -> None:
         ("<|im_end|>", "--mask-token <|im_end|>: '<|im_end|>' ends an answer; give an unused special token"),
         ("<|im_start|>", "'<|im_start|>' is written by the chat template"),
         ("<think>", "'<think>' is written by the chat template"),
+        ("<|user|>", "'<|user|>' is written by the chat template"),
         ("<|tool|>", "'<|tool|>' is written by the chat template"),
         ("<|bos|>", "'<|bos|>' is the tokenizer's bos_token"),
         ("<|endoftext|>", "'<|endoftext|>' is the tokenizer's pad_token"),
