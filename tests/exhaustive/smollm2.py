@@ -23,7 +23,7 @@ from tests.fast.engine.lossless import Case, Prompt, Subject
 from tests.fast.engine.reference import Target, load_target
 
 QUESTIONS: list[dict[str, Any]] = json.loads((GOLDEN / "questions.json").read_text(encoding="utf-8"))
-"""Fields `id` and `messages`, in a mix of subjects and languages."""
+"""Fields `id`, `kind` (chat, code, prose or languages) and `messages`."""
 FEW = QUESTIONS[::4]
 """Those that a landing asks."""
 MAX_TOKENS = 256

@@ -184,7 +184,8 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("prompts").add_argument
     about = (
         "demo:DOMAIN,..., or a .jsonl or .json file of texts, chats, or a published evaluation: GSM8K, MATH-500, MMLU, "
-        "HumanEval, MBPP, MT-Bench or Alpaca, recognised by its fields [default: demo:math]"
+        "HumanEval, MBPP, MT-Bench or Alpaca, recognised by its fields; FILE:KIND,... takes the entries of each "
+        "`kind` by themselves [default: demo:math]"
     )
     add("--dataset", help=about)
     add("--input-len", "--random-input-len", type=count, metavar="N", help="synthetic prompts of about N tokens")

@@ -42,13 +42,13 @@ names no spreads; these give as many short prompts and as long a tail."""
 
 
 def named(wish: str, seed: int) -> list[Dataset]:
-    """Return the datasets of `demo`, of `demo:math,copy`, or of a file.
+    """Return the datasets of `demo`, of `demo:math,copy`, of a file, or of a file's kinds: `FILE:chat,code`.
 
     Seed 0 keeps the demo's order; another seed shuffles it. Raises ConfigError.
     """
-    kind, _, domains = wish.partition(":")
-    if kind != "demo":
-        return [from_file(Path(wish))]
+    source, _, domains = wish.partition(":")
+    if source != "demo":
+        return from_file(Path(source), domains.split(",") if domains else ())
     held_out = demo.held_out()
     datasets = []
     for domain in domains.split(",") if domains else held_out:
@@ -59,8 +59,11 @@ def named(wish: str, seed: int) -> list[Dataset]:
     return datasets
 
 
-def from_file(path: Path) -> Dataset:
-    """Read a list of JSON, or an entry from each line. Raises ConfigError with the number of a wrong one."""
+def from_file(path: Path, kinds: Sequence[str] = ()) -> list[Dataset]:
+    """Read a list of JSON, or an entry from each line: all in one dataset, or one of each wished `kind` of entry.
+
+    Raises ConfigError, with the number of a wrong entry.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -68,18 +71,23 @@ def from_file(path: Path) -> Dataset:
         raise ConfigError(f"{path}: {(error.strerror or str(error)).lower()}", hint) from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not UTF-8", KNOWN) from None
-    kind, lines = _entries(path, text)
-    prompts = []
+    what, lines = _entries(path, text)
+    prompts: dict[str, list[Prompt]] = {}
     for number, line in enumerate(lines, 1):
         try:
             if line.strip():
-                prompts += prompts_of(json.loads(line))
+                asked = prompts_of(fields := json.loads(line))
+                prompts.setdefault(str(fields.get("kind", "")) if kinds else path.stem, []).extend(asked)
         except ValueError as error:
             reason = f"not JSON: {error}" if isinstance(error, json.JSONDecodeError) else error
-            raise ConfigError(f"{path}, {kind} {number}: {reason}", KNOWN) from None
+            raise ConfigError(f"{path}, {what} {number}: {reason}", KNOWN) from None
     if not prompts:
         raise ConfigError(f"{path}: no prompts in it", KNOWN)
-    return _cycled(path.stem, prompts)
+    for kind in kinds:
+        if kind not in prompts:
+            known = ", ".join(filter(None, prompts)) or "none: give its entries a field `kind`"
+            raise ConfigError(f"{path}: no entry is of the kind {kind!r}", f"its kinds are {known}")
+    return [_cycled(name, prompts[name]) for name in kinds or prompts]
 
 
 def _entries(path: Path, text: str) -> tuple[str, list[str]]:

@@ -81,7 +81,8 @@ def test_lists_and_lines_are_the_same_prompts(tmp_path: Path) -> None:
     as_list, as_lines = tmp_path / "x.json", tmp_path / "x.jsonl"
     as_list.write_text(json.dumps(entries, indent=1))
     as_lines.write_text("\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries))
-    assert from_file(as_list).first(4) == from_file(as_lines).first(4)
+    (listed,), (lined,) = from_file(as_list), from_file(as_lines)
+    assert listed.first(4) == lined.first(4)
     as_list.write_text("[{]")
     with pytest.raises(ConfigError, match="not JSON"):
         from_file(as_list)

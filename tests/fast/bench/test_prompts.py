@@ -55,7 +55,8 @@ def test_every_kind_of_line_becomes_a_prompt(tmp_path: Path) -> None:
         },
         {"question": "What is 2 + 3?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"},
     )
-    once, chat, shared, problem = from_file(path).first(4)
+    (dataset,) = from_file(path)
+    once, chat, shared, problem = dataset.first(4)
     assert (once.body, once.max_tokens) == ({"prompt": "once"}, 5)
     assert chat.body == {"messages": [system, user]}
     assert shared.body == {"messages": [user]}
@@ -63,8 +64,24 @@ def test_every_kind_of_line_becomes_a_prompt(tmp_path: Path) -> None:
 
 
 def test_a_short_file_comes_round_again(tmp_path: Path) -> None:
-    dataset = from_file(file_of(tmp_path, {"prompt": "a"}, {"prompt": "b"}))
+    (dataset,) = from_file(file_of(tmp_path, {"prompt": "a"}, {"prompt": "b"}))
     assert [p.body["prompt"] for p in dataset.first(5)] == ["a", "b", "a", "b", "a"]
+
+
+def test_the_kinds_of_a_file_are_datasets_of_their_own(tmp_path: Path) -> None:
+    entries = [{"prompt": name, "kind": kind} for name, kind in zip("abc", ("chat", "code", "chat"), strict=True)]
+    path = file_of(tmp_path, *entries, {"prompt": "d"})
+    code, chat = named(f"{path}:code,chat", seed=0)
+    assert (code.name, chat.name) == ("code", "chat")
+    assert [[p.body["prompt"] for p in kind.first(2)] for kind in (code, chat)] == [["b", "b"], ["a", "c"]]
+    (whole,) = named(str(path), seed=0)
+    assert whole.name == "asked" and [p.body["prompt"] for p in whole.first(4)] == list("abcd")
+    with pytest.raises(ConfigError, match="no entry is of the kind 'poetry'") as caught:
+        named(f"{path}:chat,poetry", seed=0)
+    assert caught.value.hint == "its kinds are chat, code"
+    with pytest.raises(ConfigError) as caught:
+        named(f"{file_of(tmp_path, {'prompt': 'a'})}:chat", seed=0)
+    assert caught.value.hint == "its kinds are none: give its entries a field `kind`"
 
 
 @pytest.mark.parametrize(
