@@ -161,6 +161,7 @@ def test_mistakes_are_told_in_a_line(arguments: str, code: int, error: str, caps
         ("--concurrency 0", "not a whole number from 1 on"),
         ("--concurrency 1,x", "not a whole number from 1 on"),
         ("--tight nan", "not a number from 0 on"),
+        ("--temperature 0,x", "not a number from 0 on"),
         ("--request-rate 0", "more than 0 requests a second"),
         ("--goodput speed:5", "none of ttft:MS"),
         ("--base-url localhost:1", "not URL or NAME=URL"),

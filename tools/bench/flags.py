@@ -35,7 +35,7 @@ def add_out_flag(parser: argparse.ArgumentParser, content: str) -> None:
 
 def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     add = parser.add_argument_group("answers").add_argument
-    add("--temperature", type=amount, default=0.0, metavar="T", help="[default: 0]")
+    add("--temperature", type=amounts, default=[0.0], metavar="T,T", help="each with every load [default: 0]")
     add("--max-tokens", type=count, default=max_tokens, metavar="N", help=f"[default: {max_tokens}]")
     add("--seed", type=int, default=0, metavar="N", help="[default: 0]")
     about = """more fields of every request: '{"chat_template_kwargs": {"enable_thinking": false}}'"""
@@ -66,16 +66,20 @@ def amount(text: str) -> float:
     return value
 
 
+def amounts(text: str) -> list[float]:
+    return [amount(part) for part in text.split(",")]
+
+
 def spreads(text: str) -> tuple[float, float]:
     """Return (1.2, 1.0) for "1.2,1" and (0.5, 0.5) for "0.5"."""
-    found = [amount(part) for part in text.split(",")]
+    found = amounts(text)
     if len(found) > 2:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number for prompts and one for answers")
     return found[0], found[-1]
 
 
 def rates(text: str) -> list[float]:
-    rates = [amount(part) for part in text.split(",")]
+    rates = amounts(text)
     if 0.0 in rates:
         raise argparse.ArgumentTypeError("a rate is more than 0 requests a second")
     return rates

@@ -139,16 +139,23 @@ def _variants(options: argparse.Namespace) -> list[str]:
 
 
 def loads(options: argparse.Namespace) -> list[Load]:
-    """Return a load for each request rate or concurrency. Raises ConfigError if --num-prompts has another length."""
-    sampling = options.max_tokens, options.temperature, options.seed, options.timeout
-    loads = [Load(concurrency, None, *sampling) for concurrency in options.concurrency]
+    """Return a load for each request rate or concurrency, at each temperature.
+
+    Raises ConfigError if --num-prompts has another length.
+    """
+    loads = [Load(concurrency) for concurrency in options.concurrency]
     if options.request_rate:
-        loads = [Load(1, rate, *sampling) for rate in options.request_rate]
+        loads = [Load(rate=rate) for rate in options.request_rate]
     numbers = options.num_prompts or [None]
     if len(numbers) not in (1, len(loads)):
         given = ",".join(map(str, numbers))
         raise ConfigError(f"--num-prompts {given}: there are {len(loads)} loads", "give one, or one for each load")
-    return [replace(load, num_prompts=numbers[i % len(numbers)]) for i, load in enumerate(loads)]
+    sampling = {"max_tokens": options.max_tokens, "seed": options.seed, "timeout": options.timeout}
+    return [
+        replace(load, temperature=temperature, num_prompts=numbers[i % len(numbers)], **sampling)
+        for temperature in options.temperature
+        for i, load in enumerate(loads)
+    ]
 
 
 def _synthetic(runner: asyncio.Runner, server: Server, options: argparse.Namespace) -> prompts.Dataset:

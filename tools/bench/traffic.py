@@ -51,7 +51,8 @@ class Load:
         return f"{self.concurrency}" if self.rate is None else f"{self.rate:g}/s"
 
     def __str__(self) -> str:
-        return f"{self.concurrency} at once" if self.rate is None else f"{self.rate:g} requests a second"
+        load = f"{self.concurrency} at once" if self.rate is None else f"{self.rate:g} requests a second"
+        return f"{load}, T {self.temperature:g}" if self.temperature else load
 
 
 @dataclass(frozen=True, slots=True)

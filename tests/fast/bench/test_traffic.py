@@ -6,7 +6,7 @@ from statistics import mean, pstdev
 
 import pytest
 
-from tools.bench import traffic
+from tools.bench import http, traffic
 from tools.bench.client import Answer, Server
 from tools.bench.formats import Prompt, prompts_of
 from tools.bench.traffic import Load, Round, arrivals, at_moments, closed_loop, run_round
@@ -68,8 +68,21 @@ def test_a_rounds_speed_is_of_answers_that_came_over_the_time_of_all() -> None:
 
 def test_loads_say_what_they_are() -> None:
     assert [str(Load(4)), Load(4).label, Load(4).kind] == ["4 at once", "4", "concurrency"]
+    assert str(Load(4, temperature=0.7)) == "4 at once, T 0.7"
     poisson = Load(rate=2.5)
     assert [str(poisson), poisson.label, poisson.kind] == ["2.5 requests a second", "2.5/s", "arrivals"]
+
+
+def test_every_temperature_has_every_load() -> None:
+    arguments = "--concurrency 1,16 --num-prompts 8,16 --temperature 0,0.7 --max-tokens 5 --seed 3 --timeout 7"
+    loads = http.loads(http.parser().parse_args(arguments.split()))
+    assert [(load.temperature, load.concurrency, load.num_prompts) for load in loads] == [
+        (0, 1, 8),
+        (0, 16, 16),
+        (0.7, 1, 8),
+        (0.7, 16, 16),
+    ]
+    assert {(load.max_tokens, load.seed, load.timeout) for load in loads} == {(5, 3, 7)}
 
 
 def test_a_later_turn_is_asked_after_the_answer_to_the_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:

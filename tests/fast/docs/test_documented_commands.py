@@ -48,7 +48,7 @@ def test_the_published_table_has_its_command() -> None:
     commands = [command for page, command in documented() if page == PERFORMANCE.name and "gsm8k.jsonl" in command]
     ((part, options),) = map(parsed, commands)
     assert part == "http" and options.compare == ["plain", "dflash"]
-    assert options.max_tokens == 2048 and options.temperature == 0 and options.concurrency == [1, 2, 4, 8, 16, 32]
+    assert options.max_tokens == 2048 and options.temperature == [0] and options.concurrency == [1, 2, 4, 8, 16, 32]
     assert options.extra_body == {"chat_template_kwargs": {"enable_thinking": False}}
     config = load_config(parse_flags(options.serve_args))
     assert (config.model, config.draft_model) == ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16")
