@@ -37,12 +37,13 @@ def test_two_servers_are_compared_by_turns_and_everything_is_written(
     load = ["--dataset", "demo:math", "--concurrency", "2", "--num-prompts", "3", "--max-rounds", "2"]
     assert main([*ways, *load, "--goodput", "ttft:60000", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "| text | concurrency | one tok/s | two tok/s | two / one | rounds | requests | failed |" in printed
+    accepted = "one accepted | two accepted | two same text"
+    assert f"| text | temperature | concurrency | one tok/s | two tok/s | two / one | {accepted} | rounds |" in printed
     assert "too wide to settle" in printed  # two rounds cannot tell
     results = json.loads((tmp_path / "results.json").read_text())
     assert len(results["requests"]) == 2 * 2 * 3 and not any(row["error"] for row in results["requests"])
-    assert float(results["tables"]["acceptance"][0]["one"]) > 3
-    assert results["tables"]["same_text"][0]["two"] == "100.0 %"
+    (speeds,) = results["tables"]["speed"]
+    assert float(speeds["one accepted"]) > 3 and speeds["two same text"] == "3 of 3"
 
 
 def test_a_page_gets_its_table_and_keeps_the_rest(server: OwnServer, tmp_path: Path) -> None:
@@ -52,7 +53,7 @@ def test_a_page_gets_its_table_and_keeps_the_rest(server: OwnServer, tmp_path: P
     page.write_text("before\n<!-- bench -->\nold\n<!-- /bench -->\nafter\n")
     for _ in range(2):
         assert main([*ways, *load, "--into", str(page)]) == 0
-        head, rows, tail = page.read_text().partition("| math | 1 | ")
+        head, rows, tail = page.read_text().partition("| math | 0 | 1 | ")
         assert head.startswith("before\n<!-- bench -->\n\n`python -m tools.bench") and "old" not in head
         assert f"--into {page}`" in head and "| one tok/s | two tok/s | two / one |" in head
         assert rows and tail.endswith("\n\n<!-- /bench -->\nafter\n") and "too wide to settle" in tail
@@ -111,7 +112,7 @@ def test_what_was_measured_before_a_server_failed_is_still_told(
     load = ["--concurrency", "1,2", "--num-prompts", "1", "--max-rounds", "1"]
     assert main(["--base-url", server.url, *load]) == 1
     told = capsys.readouterr()
-    assert "| math | 1 |" in told.out and "error: it is gone" in told.err
+    assert "| math | 0 | 1 |" in told.out and "error: it is gone" in told.err
 
 
 def test_some_failed_requests_are_shown_and_end_with_1(

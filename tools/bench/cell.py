@@ -52,11 +52,14 @@ class Cell:
         counts = self.drafting(variant)
         return counts.acceptance_length if counts else None
 
-    def same_text(self, variant: str) -> float:
-        """Return the share of answers that equal the first variant's in the same round, of those without an error."""
-        pairs = zip(self.asked(variant), self.asked(next(iter(self.rounds))), strict=True)
-        same = [a.text == b.text for (_, a), (_, b) in pairs if a.error is None and b.error is None]
-        return sum(same) / max(1, len(same))
+    def same_text(self, variant: str) -> str:
+        """Return "8 of 8": the requests of a round whose answers equal the first variant's in every round."""
+        first = self.rounds[next(iter(self.rounds))]
+        same = [True] * len(self.prompts)
+        for ours, theirs in zip(self.rounds[variant], first, strict=True):
+            for index, (a, b) in enumerate(zip(ours.answers, theirs.answers, strict=True)):
+                same[index] &= a.error is None and b.error is None and a.text == b.text
+        return f"{sum(same)} of {len(same)}"
 
     def times(self, variant: str, kind: str) -> list[float]:
         """Return seconds: "ttft", "tpot" or "e2el" of every request, or "itl" of every chunk but the first."""

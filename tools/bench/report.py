@@ -3,7 +3,7 @@
 import json
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 from importlib.metadata import version
@@ -19,17 +19,14 @@ from tools.bench.markdown import Row, Table, describe_host, markdown, write_page
 
 SPEED = (
     "The median of the rounds. A ratio is of paired rounds: its Hodges-Lehmann estimate and its 95 % interval "
-    "(Wilcoxon's signed ranks)."
-)
-ACCEPTANCE = (
-    "Tokens of a request's step that verified drafts, the bonus included, from the server's counters; "
-    "`-`: no such counters, or no drafts."
+    "(Wilcoxon's signed ranks). `accepted` is the acceptance length, tokens of a request's step that verified drafts, "
+    "the bonus included, from the server's counters; `-`: no such counters, or no drafts. `same text` is how many "
+    "answers of a round equal the first variant's, in every round."
 )
 POSITIONS = (
     "How often the draft at this position of the block was accepted, of the times it was verified; where the server "
     "does not count these, of all steps with drafts."
 )
-SAME_TEXT = "How many answers equal the first variant's in the same round, of those without an error."
 LATENCY = (
     "TTFT: time to first token, from sending to the first chunk; connections are new in every round. "
     "TPOT: per output token after the first, (last - first) / (tokens - 1) of a request. "
@@ -75,36 +72,27 @@ class Publication:
             results = as_json(self.cells, shown, command=self.command, servers=self.about)
             (self.folder / "results.json").write_text(json.dumps(results, indent=1))
         if self.page and not error:
-            head = f"`{self.command}` ({describe_host()}):"
+            head = f"`{self.command}`\n({describe_host()}; {lengths(self.cells)}):"
             write_page(self.page, list(filter(None, [head, markdown(shown[0].rows), remarks])))
 
 
 def tables(cells: Sequence[Cell], limits: Mapping[str, float]) -> list[Table]:
     """Return the tables that have rows. `limits` are goodput's, in seconds."""
-    drafting = [name for name in _variants(cells) if any(cell.acceptance_length(name) for cell in cells)]
     kept = ", ".join(f"{kind.upper()} {1000 * limit:g} ms" for kind, limit in limits.items())
-
-    def acceptance(cell: Cell) -> Row:
-        lengths = {name: cell.acceptance_length(name) for name in drafting}
-        return {name: f"{length:.2f}" if length else "-" for name, length in lengths.items()}
 
     def goodput(cell: Cell) -> Row:
         rates = {name: cell.goodput(name, limits) for name in cell.rounds}
         return {name: f"{rate:.2f} ({100 * share:.0f} %)" for name, (rate, share) in rates.items()}
 
-    def by_cell(cells: Sequence[Cell], row: Callable[[Cell], Row]) -> list[Row]:
-        return [_head(cell) | row(cell) for cell in cells]
-
-    acceptances = by_cell(cells if drafting else (), acceptance)
+    drafting = [name for name in _variants(cells) if any(cell.acceptance_length(name) for cell in cells)]
+    speeds = [_head(cell) | _speed(cell, drafting) for cell in cells]
     latencies = [_head(cell) | _latency(cell, name) for cell in cells for name in cell.rounds]
-    compared = [cell for cell in cells if len(cell.rounds) > 1]
+    goodputs = [_head(cell) | goodput(cell) for cell in cells if limits]
     shown = [
-        Table("speed", "Output tokens per second", SPEED, by_cell(cells, _speed)),
-        Table("acceptance", "Mean acceptance length by batch size", ACCEPTANCE, acceptances),
+        Table("speed", "Output tokens per second", SPEED, speeds),
         Table("positions", "Acceptance per position", POSITIONS, _positions(cells)),
-        Table("same_text", "Same text", SAME_TEXT, by_cell(compared, _same_text)),
         Table("latency", "Latency in ms, p50 / p90 / p99", LATENCY, latencies),
-        Table("goodput", "Goodput", GOODPUT.format(kept), by_cell(cells if limits else (), goodput)),
+        Table("goodput", "Goodput", GOODPUT.format(kept), goodputs),
     ]
     return [table for table in shown if table.rows]
 
@@ -114,36 +102,40 @@ def _variants(cells: Sequence[Cell]) -> list[str]:
 
 
 def _head(cell: Cell) -> Row:
-    return {"text": cell.text, cell.load.kind: cell.load.label}
+    return {"text": cell.text, "temperature": f"{cell.load.temperature:g}", cell.load.kind: cell.load.label}
 
 
-def _speed(cell: Cell) -> Row:
+def _speed(cell: Cell, drafting: Sequence[str]) -> Row:
+    """Return speeds, ratios, acceptance lengths of the variants that draft in any cell, and equal texts."""
     row: Row = {f"{name} tok/s": f"{cell.speed(name):.0f}" for name in cell.rounds}
     for claim in cell.comparison.claims:
         verdict = cell.comparison.verdict(claim)
         shown = f" {verdict}" if verdict in ("met", "missed") else ""
         row[f"{claim.variant} / {claim.against}"] = f"{cell.comparison.ratio(claim)}{shown}"
+    for name in drafting:
+        length = cell.acceptance_length(name)
+        row[f"{name} accepted"] = f"{length:.2f}" if length else "-"
+    row |= {f"{name} same text": cell.same_text(name) for name in list(cell.rounds)[1:]}
     return row | {"rounds": cell.comparison.num_rounds, "requests": len(cell.prompts), "failed": cell.num_failures}
 
 
 def _positions(cells: Sequence[Cell]) -> list[Row]:
-    """Return acceptance by position for each text and variant that drafted, over all loads."""
-    acceptance: dict[tuple[str, str], list[float]] = {}
-    for text, name in product(dict.fromkeys(cell.text for cell in cells), _variants(cells)):
-        if counts := [count for cell in cells if cell.text == text and (count := cell.drafting(name))]:
-            acceptance[text, name] = reduce(Drafting.and_also, counts).acceptance_at
+    """Return acceptance by position for each text, temperature and variant that drafted, over all loads."""
+    texts: dict[tuple[str, float], list[Cell]] = {}
+    for cell in cells:
+        texts.setdefault((cell.text, cell.load.temperature), []).append(cell)
+    acceptance: dict[tuple[str, float, str], list[float]] = {}
+    for (text, temperature), name in product(texts, _variants(cells)):
+        if counts := [count for cell in texts[text, temperature] if (count := cell.drafting(name))]:
+            acceptance[text, temperature, name] = reduce(Drafting.and_also, counts).acceptance_at
     width = max(map(len, acceptance.values()), default=0)
     return [
-        {"text": text, "variant": name}
+        {"text": text, "temperature": f"{temperature:g}", "variant": name}
         | {f"at {k}": f"{share:.2f}" for k, share in enumerate(shares, 1)}
         | {f"at {k}": "-" for k in range(len(shares) + 1, width + 1)}
-        for (text, name), shares in acceptance.items()
+        for (text, temperature, name), shares in acceptance.items()
         if shares
     ]
-
-
-def _same_text(cell: Cell) -> Row:
-    return {name: f"{100 * cell.same_text(name):.1f} %" for name in list(cell.rounds)[1:]}
 
 
 def _latency(cell: Cell, variant: str) -> Row:
@@ -166,7 +158,7 @@ def notes(cells: Sequence[Cell]) -> list[str]:
     for cell in cells:
         where = f"{cell.text}, {cell.load}"
         if (different := len(set(map(id, cell.prompts)))) < len(cell.prompts):
-            remarks.append(f"{where}: {different} prompts came round again until there were {len(cell.prompts)}")
+            remarks.append(f"{cell.text}: {different} prompts came round again until there were {len(cell.prompts)}")
         for name in cell.rounds:
             reasons = Counter(cell.failures(name))
             remarks += [f"{where}: {count} requests to {name} failed: {why}" for why, count in reasons.items()]
@@ -178,11 +170,18 @@ def notes(cells: Sequence[Cell]) -> list[str]:
             exact = [(prompt, answer) for prompt, answer in cell.asked(name) if prompt.exact and answer.error is None]
             if short := sum(answer.tokens < (prompt.max_tokens or 0) for prompt, answer in exact):
                 remarks.append(f"{where}: {short} answers of {name} are shorter than asked: it ignores ignore_eos")
+    slower: dict[str, list[str]] = {}
+    for cell in cells:
+        for claim in cell.comparison.claims:
+            if round((ratio := cell.comparison.ratio(claim)).middle, 2) < 1:
+                where = f"{cell.text}, {cell.load}: {ratio}"
+                slower.setdefault(f"{claim.variant} is slower than {claim.against}", []).append(where)
+    remarks += [f"{what} in {'; '.join(places)}" for what, places in slower.items()]
     verdicts = Counter(c.comparison.verdict(claim) for c in cells for claim in c.comparison.claims)
     if unsettled := verdicts["unsettled"]:
         intervals = f"{unsettled} of {verdicts.total()} intervals are too wide to settle"
         remarks.append(f"{intervals}: raise --max-rounds, or allow more --tight")
-    return remarks
+    return list(dict.fromkeys(remarks))
 
 
 def lengths(cells: Sequence[Cell]) -> str:

@@ -113,10 +113,10 @@ AIMS = {
 MEANING = (
     "Output tokens a second over HTTP, prompts included, the median of interleaved rounds; the ratio is of paired "
     "rounds, with its 95 % interval. `dflash` verifies whole blocks of 16 in both servers. `same text` is how many "
-    "answers are equal. `accepted` is the acceptance length by each server's counters, bonus included. `MB` is the "
-    "resident memory of all processes of a server after its rounds. Random weights have no drafts that hit, and "
-    "llama.cpp cannot draw their acceptance. So `qwen3-0.6b, dflash` has the cost of a step with whole blocks, but no "
-    "aim."
+    "answers of a round are equal, in every round. `accepted` is the acceptance length by each server's counters, "
+    "bonus included. `MB` is the resident memory of all processes of a server after its rounds. Random weights have no "
+    "drafts that hit, and llama.cpp cannot draw their acceptance. So `qwen3-0.6b, dflash` has the cost of a step with "
+    "whole blocks, but no aim."
 )
 
 
@@ -164,7 +164,7 @@ def row(name: str, way: str, cell: Cell, megabytes: dict[str, float]) -> Row:
         f"{OURS} / {THEIRS}": str(cell.comparison.ratio(claim)),
         "aim": f">= {claim.bound:g}" if claim.bound else "-",
         "verdict": cell.comparison.verdict(claim),
-        "same text": f"{100 * cell.same_text(OURS):.0f} %",
+        "same text": cell.same_text(OURS),
         **{f"{server} accepted": f"{length:.2f}" if length else "-" for server, length in lengths.items()},
         **{f"{server} MB": f"{megabytes[server]:.0f}" for server in lengths},
         "rounds": cell.comparison.num_rounds,

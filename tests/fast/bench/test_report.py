@@ -1,6 +1,7 @@
 """Figures out of raw timings, and the tables of them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def test_figures_of_a_cell() -> None:
     assert (found.speed("plain"), found.speed("dflash")) == pytest.approx((40.0, 80.0))
     assert found.comparison.ratio(found.comparison.claims[0]).middle == pytest.approx(2.0)
     assert found.acceptance_length("dflash") == 2.5 and found.acceptance_length("plain") is None
-    assert found.same_text("dflash") == 0.5
+    assert found.same_text("dflash") == "1 of 2"
     assert sorted(found.times("dflash", "ttft")) == pytest.approx([0.1] * 6 + [0.2] * 6)
     assert len(found.times("plain", "itl")) == 6 * 12
     assert found.goodput("dflash", LIMITS) == pytest.approx((1 / 0.5, 0.5))
@@ -60,26 +61,58 @@ def test_figures_of_a_cell() -> None:
 
 def test_the_tables_show_the_figures() -> None:
     shown = {table.name: table for table in tables([cell()], LIMITS)}
-    assert list(shown) == ["speed", "acceptance", "positions", "same_text", "latency", "goodput"]
+    assert list(shown) == ["speed", "positions", "latency", "goodput"]
     assert shown["speed"].rows == [
         {
             "text": "sums",
+            "temperature": "0",
             "concurrency": "2",
             "plain tok/s": "40",
             "dflash tok/s": "80",
             "dflash / plain": "2.00 (2.00-2.00)",
+            "dflash accepted": "2.50",
+            "dflash same text": "1 of 2",
             "rounds": 6,
             "requests": 2,
             "failed": 0,
         }
     ]
-    assert shown["acceptance"].rows == [{"text": "sums", "concurrency": "2", "dflash": "2.50"}]
-    assert shown["positions"].rows == [{"text": "sums", "variant": "dflash", "at 1": "0.75", "at 2": "0.00"}]
-    assert shown["same_text"].rows == [{"text": "sums", "concurrency": "2", "dflash": "50.0 %"}]
+    assert shown["positions"].rows == [
+        {"text": "sums", "temperature": "0", "variant": "dflash", "at 1": "0.75", "at 2": "0.00"}
+    ]
     assert shown["latency"].rows[1]["TTFT"] == "150 / 200 / 200"
     assert shown["goodput"].rows[0]["dflash"] == "2.00 (50 %)"
     assert "(last - first) / (tokens - 1)" in str(shown["latency"])
-    assert "| sums | 2 | 40 | 80 | 2.00 (2.00-2.00) | 6 | 2 | 0 |" in str(shown["speed"])
+    assert "| sums | 0 | 2 | 40 | 80 | 2.00 (2.00-2.00) | 2.50 | 1 of 2 | 6 | 2 | 0 |" in str(shown["speed"])
+
+
+def test_a_text_is_the_same_if_it_is_in_every_round_and_did_not_fail() -> None:
+    right, wrong = (answer(0.0, 0.1, [], 1, text) for text in "45")
+    failed = answer(0.0, 0.1, [], 1, error="broken")
+    played = {
+        "plain": [Round([right] * 3, None)] * 2,
+        "auto": [Round([right, *rest], None) for rest in ([right, right], [wrong, failed])],
+    }
+    found = Cell("sums", Load(3), [Prompt({"prompt": "2+2"})] * 3, played, Comparison({}, ()))
+    assert found.same_text("auto") == "1 of 3" and found.same_text("plain") == "3 of 3"
+
+
+def test_acceptance_by_position_is_of_one_temperature() -> None:
+    greedy, sampled = cell(), replace(cell(rounds=1), load=Load(2, temperature=0.7))
+    (positions,) = (table.rows for table in tables([greedy, sampled], {}) if table.name == "positions")
+    assert [(row["text"], row["temperature"]) for row in positions] == [("sums", "0"), ("sums", "0.7")]
+
+
+def test_notes_name_each_place_where_a_variant_is_slower_than_the_first() -> None:
+    def at(speed: float, concurrency: int, temperature: float = 0.0) -> Cell:
+        speeds = {"plain": [100.0] * 6, "auto": [speed] * 6}
+        found = cell(concurrency)
+        load, compared = replace(found.load, temperature=temperature), Comparison(speeds, [Claim("auto", "plain")])
+        return replace(found, load=load, comparison=compared)
+
+    cells = [at(120.0, 1), at(99.7, 2), at(95.0, 4), at(90.0, 16, 0.7)]
+    places = "sums, 4 at once: 0.95 (0.95-0.95); sums, 16 at once, T 0.7: 0.90 (0.90-0.90)"
+    assert notes(cells) == [f"auto is slower than plain in {places}"]
 
 
 def test_what_cannot_be_said_is_not_in_a_table() -> None:
@@ -102,10 +135,10 @@ def test_notes_say_what_makes_figures_mean_something_else() -> None:
     one = Prompt({"prompt": "x"}, max_tokens=8, exact=True)
     played = {"peer": [Round([short, short], None)]}
     found = Cell("made up", Load(1), [one, one], played, Comparison({"peer": [1.0]}, ()))
-    told = " | ".join(notes([found]))
+    told = " | ".join(notes([found, replace(found, load=Load(1, temperature=0.7))]))
     assert "peer had 50 % of the prompts' tokens in a cache" in told
     assert "2 answers of peer are shorter than asked: it ignores ignore_eos" in told
-    assert "1 prompts came round again until there were 2" in told
+    assert told.count("made up: 1 prompts came round again until there were 2") == 1
     few = cell(rounds=3)
     assert any("1 of 1 intervals are too wide to settle" in note for note in notes([few]))
     assert lengths([few]) == "12 answers; on average 10 tokens were asked and 20 answered"

@@ -122,7 +122,7 @@ def test_a_row_has_the_ratio_beside_its_aim_texts_acceptance_and_memory() -> Non
     found = row("demo", "dflash", cell("demo", "dflash", speeds, ("a", "b")), {THEIRS: 90.4, OURS: 400.0})
     assert (found["pair"], found["way"], found["at once"]) == ("demo, float32", "dflash", 1)
     assert found["ours / llama.cpp"] == "1.50 (1.50-1.50)"
-    assert (found["aim"], found["verdict"], found["same text"]) == (">= 2", "missed", "50 %")
+    assert (found["aim"], found["verdict"], found["same text"]) == (">= 2", "missed", "1 of 2")
     assert (found["llama.cpp accepted"], found["ours accepted"]) == ("13.50", "5.00")
     assert (found["llama.cpp MB"], found["ours MB"]) == ("90", "400")
 
