@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from rich.console import Console
 
@@ -218,6 +217,8 @@ def parser() -> argparse.ArgumentParser:
     about = f"[default: {MAX_ROUNDS}; one server {MIN_ROUNDS}]"
     add("--max-rounds", type=count, metavar="N", help=about)
     add("--goodput", type=limit, nargs="+", default=[], metavar="KIND:MS", help="ttft:500 tpot:50 e2el:5000")
-    about = "put the speeds into a Markdown file, between <!-- bench --> marks"
-    add("--into", type=Path, metavar="PAGE", help=about)
+    about = (
+        "put the speeds into a Markdown file, between <!-- bench --> marks, or for PLACE between <!-- bench PLACE -->"
+    )
+    add("--into", metavar="PAGE[#PLACE]", help=about)
     return parser

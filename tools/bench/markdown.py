@@ -12,7 +12,6 @@ from typing import Any
 from app.config.error import ConfigError
 
 Row = dict[str, Any]
-BEGIN, END = "<!-- bench -->\n", "<!-- /bench -->\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +47,29 @@ def cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def split_page(page: Path) -> tuple[str, str]:
-    """Return the text before and after the marks of a Markdown page.
+def split_page(into: str) -> tuple[Path, str, str]:
+    """Return the file of `PAGE` or `PAGE#PLACE`, and its text up to and from the marks of that place.
 
-    Raises ConfigError if the page has no marks or cannot be read or written.
+    Raises ConfigError if the page has no such marks or cannot be read or written.
     """
+    file, _, place = into.partition("#")
+    page, name = Path(file), f"bench {place}".rstrip()
     try:
         text = page.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--into {page}: {error.strerror or error}", "give a Markdown file") from None
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, rest = text.partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition(f"<!-- /{name} -->\n")
     if not begin or not end:
-        hint = f"a line {BEGIN.strip()}, and one {END.strip()}"
-        raise ConfigError(f"--into {page}: it has no place for a table", hint)
+        hint = f"a line <!-- {name} -->, and one <!-- /{name} -->"
+        raise ConfigError(f"--into {into}: it has no place for a table", hint)
     if not os.access(page, os.W_OK):
         raise ConfigError(f"--into {page}: it cannot be written", "make it writable")
-    return before, after
+    return page, before + begin, end + after
 
 
-def write_page(page: Path, paragraphs: Sequence[str]) -> None:
+def write_page(into: str, paragraphs: Sequence[str]) -> None:
     """Replace the text between the marks of a Markdown page."""
-    before, after = split_page(page)
+    page, before, after = split_page(into)
     text = "\n\n".join(paragraphs)
-    page.write_text(f"{before}{BEGIN}\n{text}\n\n{END}{after}", encoding="utf-8")
+    page.write_text(f"{before}\n{text}\n\n{after}", encoding="utf-8")

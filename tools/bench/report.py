@@ -47,7 +47,7 @@ class Publication:
     folder: Path | None
     limits: dict[str, float]
     command: str
-    page: Path | None = None
+    page: str | None = None
     about: list[str] = field(default_factory=list)
     cells: list[Cell] = field(default_factory=list)
 

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from app.config.error import ConfigError
 from tools.bench.cell import Cell, is_good
 from tools.bench.client import Answer, Drafting
 from tools.bench.formats import Prompt
+from tools.bench.markdown import write_page
 from tools.bench.paired import Claim, Comparison
 from tools.bench.report import as_json, lengths, milliseconds, notes, tables
 from tools.bench.traffic import Load, Round
@@ -91,7 +93,7 @@ def test_a_text_is_the_same_if_it_is_in_every_round_and_did_not_fail() -> None:
     failed = answer(0.0, 0.1, [], 1, error="broken")
     played = {
         "plain": [Round([right] * 3, None)] * 2,
-        "auto": [Round([right, *rest], None) for rest in ([right, right], [wrong, failed])],
+        "auto": [Round([right, *rest], None) for rest in ([wrong, failed], [right, right])],
     }
     found = Cell("sums", Load(3), [Prompt({"prompt": "2+2"})] * 3, played, Comparison({}, ()))
     assert found.same_text("auto") == "1 of 3" and found.same_text("plain") == "3 of 3"
@@ -113,6 +115,17 @@ def test_notes_name_each_place_where_a_variant_is_slower_than_the_first() -> Non
     cells = [at(120.0, 1), at(99.7, 2), at(95.0, 4), at(90.0, 16, 0.7)]
     places = "sums, 4 at once: 0.95 (0.95-0.95); sums, 16 at once, T 0.7: 0.90 (0.90-0.90)"
     assert notes(cells) == [f"auto is slower than plain in {places}"]
+
+
+def test_a_page_has_places_by_name(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- bench -->\nold\n<!-- /bench -->\nb\n<!-- bench x -->\nold\n<!-- /bench x -->\nc\n")
+    write_page(f"{page}#x", ["new", "notes"])
+    kept, named = "<!-- bench -->\nold\n<!-- /bench -->\n", "<!-- bench x -->\n\nnew\n\nnotes\n\n<!-- /bench x -->\n"
+    assert page.read_text() == f"a\n{kept}b\n{named}c\n"
+    with pytest.raises(ConfigError, match="#y: it has no place for a table") as caught:
+        write_page(f"{page}#y", ["new"])
+    assert caught.value.hint == "a line <!-- bench y -->, and one <!-- /bench y -->"
 
 
 def test_what_cannot_be_said_is_not_in_a_table() -> None:
