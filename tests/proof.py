@@ -227,10 +227,10 @@ def page(
             f"{len(total.differences)} | {'-' if largest is None else f'{largest:.2g}'} | {cap(total.tokens)} | "
             f"{'yes' if found.holds else '**NO**'} |"
         )
-    if acceptance:
-        yield from _acceptance_section(acceptance)
     if real:
         yield from _real_pair_section(real)
+    if acceptance:
+        yield from _acceptance_section(acceptance)
     for found in findings:
         yield from _case_section(found)
 
@@ -256,14 +256,16 @@ def _real_pair_section(real: list[RealRun]) -> Iterator[str]:
     yield ABOUT_REAL_PAIR
     yield ""
     yield (
-        "| dtype | together | T | tokens of an answer | tokens compared | differences (margins) | acceptance length | "
-        "holds |"
+        "| dtype | together | T | tokens of an answer | tokens compared | equal texts | differences (margins) | "
+        "acceptance length | holds |"
     )
-    yield "|---" * 8 + "|"
+    yield "|---" * 9 + "|"
     for found in real:
+        questions, differences = len(found.run.texts), len(found.comparison.differences)
         yield (
             f"| {found.dtype} | {found.case.concurrency} | {_value(found.case.temperature)} | {found.max_tokens} | "
-            f"{found.comparison.tokens:,} | {_differences(found.comparison)} | {found.run.acceptance_length:.2f} | "
+            f"{found.comparison.tokens:,} | {questions - differences} of {questions} | "
+            f"{_differences(found.comparison)} | {found.run.acceptance_length:.2f} | "
             f"{'yes' if found.holds else '**NO**'} |"
         )
 
