@@ -13,7 +13,7 @@
 #   make test-images                                      the images built and run, to docs/images.md: root and docker.io
 #   make picture                                          the page at work in Chromium, filmed to docs/page.gif
 #   make soak                                             load and faults for 20 minutes, to docs/reliability.md
-#   make bench                                            plain decoding against DFlash over HTTP, by turns, to docs/performance.md
+#   make bench                                            smollm2 over HTTP, plain decoding against DFlash, by turns, to docs/performance.md
 #   make bench ARGS="--concurrency 1,4"                   `python -m tools.bench` with other arguments, to no page
 #   .venv/bin/python -m tools.lab step | cpu | gaps | llama_cpp | attacks   this server's own code measured, with Transformers for `cpu`
 #   make test-npu | make npu-launches                     tests of the real torch_npu on stub libraries, without NPU and CANN, with gcc
@@ -48,9 +48,13 @@ serve: $(STAMP)
 	$(BIN)/dflash-server serve $(call given,HOST,--host) $(call given,PORT,--port) $(ARGS)
 
 bench: $(STAMP)
-	$(BIN)/python -m tools.bench $(or $(ARGS),$(HTTP_TABLE))
+	$(BIN)/python -m tools.bench $(or $(ARGS),$(BY_KIND))
+	$(if $(ARGS),,$(BIN)/python -m tools.bench $(BATCH_INVARIANT))
 
-HTTP_TABLE = --serve-args demo --compare plain,dflash,auto --dataset demo:math,prose,code --into docs/performance.md
+# 20 minutes on two cores. Six rounds are the fewest that have an interval.
+EACH = --num-prompts 8,8,16 --max-tokens 64 --max-rounds 6 --tight 0.2 --into docs/performance.md
+BY_KIND = --serve-args smollm2 --compare plain,dflash,auto --dataset tests/golden/questions.json:chat,code,prose,languages --temperature 0,0.7 $(EACH)
+BATCH_INVARIANT = --serve-args 'smollm2 --batch-invariant' --compare plain,auto --dataset tests/golden/questions.json $(EACH)\#batch-invariant
 
 # Three processes for two cores, because some tests wait. Each has one thread, because torch's threads wait for one
 # another in busy loops. On a core that does other work as well, these loops make a test many times slower.

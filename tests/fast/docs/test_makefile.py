@@ -1,6 +1,7 @@
 """Serving is one command of the Makefile, and installs nothing that only tests use."""
 
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -8,6 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
+from tools.bench import http
+from tools.bench.markdown import split_page
+from tools.bench.paired import MIN_ROUNDS
+from tools.bench.prompts import named
 
 SMOLLM2 = "--no-deps --require-hashes -r app/smollm2/requirements.txt"
 SERVING, TESTS = "--editable '.[tools]'", "--editable '.[dev]'"
@@ -24,9 +29,9 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def commands(checkout: Path, target: str) -> list[str]:
+def commands(checkout: Path, target: str, arguments: str = "--anything") -> list[str]:
     """Return the commands that `make` would run."""
-    command = ["make", "--dry-run", "--no-print-directory", target, "ARGS=--anything"]
+    command = ["make", "--dry-run", "--no-print-directory", target, f"ARGS={arguments}"]
     done = subprocess.run(command, cwd=checkout, check=True, capture_output=True, text=True)
     return done.stdout.splitlines()
 
@@ -40,6 +45,22 @@ def test_serving_is_one_command_without_what_tests_need(checkout: Path, target: 
     lines = commands(checkout, target)
     assert installed(lines) == [SERVING]
     assert lines[-1].split() == f".venv/bin/{command} --anything".split()
+
+
+def test_the_bench_asks_the_real_pair_every_question_by_kind_greedy_and_sampled(checkout: Path) -> None:
+    lines = [line for line in commands(checkout, "bench", "") if " -m tools.bench " in line]
+    by_kind, invariant = (http.parser().parse_args(shlex.split(line.partition("tools.bench")[2])) for line in lines)
+    assert (by_kind.serve_args, by_kind.compare) == (["smollm2"], ["plain", "dflash", "auto"])
+    kinds = {
+        kind.name: [id(prompt) for prompt in kind.first(48)] for kind in named(str(ROOT / by_kind.dataset), seed=0)
+    }
+    assert list(kinds) == ["chat", "code", "prose", "languages"] and by_kind.temperature == [0, 0.7]
+    assert all(len(set(prompts)) >= 8 for prompts in kinds.values()) and sum(len(set(p)) for p in kinds.values()) == 48
+    assert (invariant.serve_args, invariant.compare) == (["smollm2", "--batch-invariant"], ["plain", "auto"])
+    for options in (by_kind, invariant):
+        assert options.concurrency == [1, 4, 16] and options.max_rounds >= MIN_ROUNDS
+        assert all((load.num_prompts or 0) >= load.concurrency for load in http.loads(options))
+        split_page(str(ROOT / options.into))
 
 
 @pytest.mark.parametrize("target", ["serve", "bench", "test", "test-rest", "environments"])

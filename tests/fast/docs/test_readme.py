@@ -16,7 +16,7 @@ FILES = {path.name: path for path in (ROOT / "README.md", *sorted((ROOT / "docs"
 PAGES = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
 README = PAGES["README.md"]
 OTHER_COMMANDS = {"--extra-index-url", "--base-url", "--device", "--json", "--publish", "--rm", "--stop-timeout"}
-OTHER_COMMANDS |= {"--volume", "--file", "--tag", "--threads", "--sections"}
+OTHER_COMMANDS |= {"--volume", "--file", "--tag", "--sections"}
 
 
 def markdown(*rows: tuple[str, ...]) -> str:
@@ -102,20 +102,28 @@ def test_the_table_of_the_fields_of_responses_is_the_codes_own() -> None:
 FIGURES = README.partition("\n## Figures")[2].partition("\n## ")[0]
 
 
-def test_the_ratios_of_the_readme_are_those_of_the_page_with_all_results() -> None:
-    """Each ratio with its interval stands in docs/performance.md under the same command."""
-    command = re.findall(r"`(python -m tools\.lab [^`]*)`", FIGURES)[0]
-    results = PAGES["performance.md"].partition(f"`{command}`")[2].partition("\n## ")[0]
-    ratios = re.findall(r"\d+\.\d\d \(\d+\.\d\d-\d+\.\d\d\)", FIGURES)
-    assert len(ratios) >= 3 and [ratio for ratio in ratios if ratio not in results] == []
+def cells_of(rows: str) -> list[list[str]]:
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()]
+
+
+def test_the_real_pairs_figures_are_rows_that_the_bench_wrote() -> None:
+    """README's table has greedy rows of the table that `make bench` puts into docs/performance.md."""
+    written = PAGES["performance.md"].partition("<!-- bench -->\n")[2].partition("<!-- /bench -->")[0]
+    names, _, *measured = cells_of("\n".join(line for line in written.splitlines() if line.startswith("|")))
+    rows = [dict(zip(names, row, strict=True)) for row in measured]
+    greedy = {(row["text"], row["concurrency"]): row for row in rows if row["temperature"] == "0"}
+    shown = cells_of(FIGURES.partition("\n|---|---|---|---|---|\n")[2].partition("\n\n")[0])
+    assert {requests for _, requests, *_ in shown} == {"1", "4", "16"}
+    for text, requests, *figures in shown:
+        row = greedy[text, requests]
+        assert figures == [row["plain tok/s"], row["auto tok/s"], row["auto / plain"]]
 
 
 def test_the_speeds_of_the_readme_are_those_of_the_gpus_page() -> None:
     """A cell of README's table is the closed speed of the same way and concurrency on the H200."""
-    speeds = [[cell.strip() for cell in row.strip("|").split("|")] for row in PAGES["h200.md"].splitlines()]
+    speeds = cells_of(PAGES["h200.md"])
     closed = {(row[0], row[1]): row[5] for row in speeds if len(row) == 7 and row[1].isdecimal()}
-    table = FIGURES.partition("|---|---|---|---|\n")[2].partition("\n\n")[0]
-    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()]
+    rows = cells_of(FIGURES.partition("\n|---|---|---|---|\n")[2].partition("\n\n")[0])
     assert [row[0] for row in rows] == ["1", "8", "32"] and "acceptance drawn" in FIGURES
     for requests, *shown in rows:
         assert shown == [closed[way, requests] for way in ("plain", "whole blocks", "`auto`")]
