@@ -1,7 +1,6 @@
 """The demo pair as data: its checkpoints and held-out prompts.
 
-The models and the loop that trained it are in `tools/demo_pair`. The reader below needs only the standard library,
-because device reports run in bare images.
+The reader below needs only the standard library, because device reports run in bare images.
 """
 
 import json

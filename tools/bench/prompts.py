@@ -20,10 +20,11 @@ SLACK = 16
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Prompts. `first(n)` returns n of them, and repeats a short list."""
+    """Prompts. `first(n)` returns n of them, and repeats a short list, which is `listed`."""
 
     name: str
     first: Callable[[int], list[Prompt]]
+    listed: Sequence[Prompt] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def _entries(path: Path, text: str) -> tuple[str, list[str]]:
 
 
 def _cycled(name: str, prompts: Sequence[Prompt]) -> Dataset:
-    return Dataset(name, lambda count: list(itertools.islice(itertools.cycle(prompts), count)))
+    return Dataset(name, lambda count: list(itertools.islice(itertools.cycle(prompts), count)), prompts)
 
 
 def synthetic(lengths: Lengths, tokens_per_word: float, seed: int, positions: int | None = None) -> Dataset:

@@ -34,12 +34,13 @@ class Stored(NamedTuple):
     target_ids: Tensor | None
 
 
-def write(draft: Draft, shape: Shape, folder: Path, target_ids: Tensor | None, head_rows: Tensor | None) -> None:
+def write(draft: Draft, folder: Path, target_ids: Tensor | None, head_rows: Tensor | None) -> None:
     """Write config.json and model.safetensors in bf16. A kill leaves the files of before, or those of now.
 
     For a reduced vocabulary `target_ids` [Vd] are the target's tokens, and `head_rows` [Vd, H] their rows of its
     lm_head. Raises ConfigError if the folder cannot be written.
     """
+    shape = draft.shape
     tensors = {name: _stored(tensor, torch.bfloat16) for name, tensor in draft.state_dict().items()}
     if target_ids is not None and head_rows is not None:
         ids = target_ids.cpu()

@@ -73,7 +73,7 @@ def trained(folder: Path, target: Path) -> Draft:
 def write_loud(folder: Path, target: Path, head: Head, reduced: bool) -> None:
     shape = small_shape(target, head, len(KEPT) if reduced else None)
     rows = load_target(target).head[KEPT]
-    checkpoint.write(loud(Draft(shape)), shape, folder, *((KEPT, rows) if reduced else (None, None)))
+    checkpoint.write(loud(Draft(shape)), folder, *((KEPT, rows) if reduced else (None, None)))
 
 
 def hidden_by(engine: Engine) -> list[Tensor]:
@@ -191,7 +191,7 @@ def test_a_draft_that_was_read_is_written_as_it_was(tmp_path: Path, target: Path
     write_loud(first, target, head, reduced)
     stored = checkpoint.read(first, shape_of(target))
     rows = None if stored.target_ids is None else load_target(target).head[stored.target_ids]
-    checkpoint.write(trained(first, target), stored.shape, again, stored.target_ids, rows)
+    checkpoint.write(trained(first, target), again, stored.target_ids, rows)
     files = sorted(file.name for file in again.iterdir())
     assert files == ["config.json", "model.safetensors"]
     assert all((again / name).read_bytes() == (first / name).read_bytes() for name in files)
