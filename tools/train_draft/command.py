@@ -10,6 +10,7 @@ import json
 import random
 import shlex
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +27,7 @@ from torch import Tensor
 from app.config.engine import EngineConfig
 from app.config.error import ConfigError
 from app.engine.checkpoint.files import find_folder
-from app.engine.checkpoint.read import check_checkpoints
+from app.engine.checkpoint.read import check_checkpoints, read_checkpoints
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.device.factory import found_device
 from app.engine.load.engine import Engine, build_engine
@@ -48,6 +49,8 @@ from tools.train_draft.teacher import Teacher
 SHAPE_FLAGS = {"head": "dspark", "layers": 4, "block": 8, "taps": None, "rank": 48, "mask_token": None}
 """Flags of the draft's shape, which --start-from brings, and their defaults."""
 NUM_HELD_OUT = 24
+COUNTED_TOKENS = 100_000
+"""Tokens of answers that a reduced vocabulary is chosen by."""
 BYTES_IN_MEMORY, BYTES_ON_DISK = 24, 14
 """Bytes of a parameter: itself, its gradient, up to two moments and a step's copies in fp32; in both files together."""
 
@@ -67,6 +70,14 @@ def train(options: argparse.Namespace) -> int:
     if found_device(options.device).startswith("npu"):
         raise ConfigError("drafts are trained on a CPU or with CUDA", "give --device cpu")
     folder = find_folder(options.target, "target")
+    target = read_checkpoints(EngineConfig(folder)).target
+    if target.moe or target.gated_delta:
+        kind = "a mixture of experts" if target.moe else "a hybrid with recurrent layers"
+        raise ConfigError(f"{options.target} is {kind}, and only dense targets are trained for", "give a dense one")
+    if options.length > target.max_position_embeddings:
+        raise ConfigError(
+            f"--length {options.length}: the target's context has {target.max_position_embeddings} tokens"
+        )
     config = EngineConfig(
         folder,
         device=options.device,
@@ -76,10 +87,7 @@ def train(options: argparse.Namespace) -> int:
         max_num_batched_tokens=options.batch_tokens,
         memory_utilization=options.memory_utilization,
     )
-    target = check_checkpoints(config).target
-    if target.moe or target.gated_delta:
-        kind = "a mixture of experts" if target.moe else "a hybrid with recurrent layers"
-        raise ConfigError(f"{options.target} is {kind}, and only dense targets are trained for", "give a dense one")
+    check_checkpoints(config)
     tokenizer = Tokenizer(folder)
     start = checkpoint.read(find_folder(options.start_from, "draft"), target) if options.start_from else None
     shape = _shape(options, target, tokenizer, start)
@@ -92,7 +100,7 @@ def train(options: argparse.Namespace) -> int:
     told += f"{','.join(map(str, shape.taps))}; mask token {shape.mask_token_id}, "
     console.print(told + repr(tokenizer.token_strings([shape.mask_token_id])[0]), highlight=False, soft_wrap=True)
     _check_memory(draft, engine, options.batch_tokens)
-    step = saved[0].step if saved else 0
+    step, began = saved[0].step if saved else 0, time.monotonic()
     talks = Talks(
         engine.core,
         tokenizer,
@@ -126,6 +134,7 @@ def train(options: argparse.Namespace) -> int:
         tensors = {"draft": draft.state_dict(), "optimizers": optimizers, "target_ids": ids}
         state_file.save(options.out, settings, state, tensors)
 
+    state.seconds += time.monotonic() - began
     found = trainer.run(60 * options.minutes, 60 * options.save_minutes, save, console)
     console.print(f"{found:.2f} tokens a step in {len(state.held_out)} held-out answers, after {state.step} steps")
     print(shlex.join(["dflash-server", "serve", options.target, "--draft-model", str(options.out)]))
@@ -202,15 +211,19 @@ def _prompts(wish: str) -> list[Prompt]:
 def _draft_vocabulary(
     shape: Shape, saved: Tensor | None, start: Stored | None, talks: Talks, state: State
 ) -> Tensor | None:
-    """Return the target's tokens [Vd] of a reduced vocabulary: those that a first round of answers has most often, and
-    then those of the lowest ids, which byte-pair merges made first."""
+    """Return the target's tokens [Vd] of a reduced vocabulary: those that the first answers have most often, and then
+    those of the lowest ids, which byte-pair merges made first."""
     if shape.draft_vocab == shape.vocab:
         return None
     if saved is not None:
         return saved
     if start and start.target_ids is not None:
         return start.target_ids
-    state.talks += talks.more(4 * talks.at_once)
+    size = 0
+    for talk in talks.more():
+        state.talks.append(talk)
+        if (size := size + sum(talk.own)) >= COUNTED_TOKENS:
+            break
     counted = Counter(token for ids, own in state.talks for token, is_own in zip(ids, own, strict=True) if is_own)
     order = dict.fromkeys([*(token for token, _ in counted.most_common()), *range(shape.vocab)])
     return torch.tensor(sorted(islice(order, shape.draft_vocab)))

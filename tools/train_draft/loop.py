@@ -21,6 +21,8 @@ WARM_UP = 60
 """Steps in which the learning rates rise. They fall to nothing in the second half of the time."""
 TRAINED = 0.2
 """Share of the learning rates for a draft that was trained before."""
+LESSONS = 4
+"""Lessons that new talks are written for at once."""
 REPLAYS = 2
 """Earlier talks that are learned again for each new one, with other anchors. Writing costs as much as learning."""
 CLIP = 1.0
@@ -40,7 +42,7 @@ class State:
 
 @dataclass(eq=False)
 class Trainer:
-    """A draft and what teaches it, in lessons of at most `batch_tokens` tokens. `rates` multiplies the learning rates."""
+    """A draft and its teacher. A lesson has at most `batch_tokens` tokens. `rates` multiplies the learning rates."""
 
     draft: Draft
     ends: Ends
@@ -120,11 +122,12 @@ class Trainer:
         return tokens_a_step(self.draft, self.ends, (self.teacher.lesson([talk]) for talk in self.state.held_out))
 
     def _write(self, spent: Callable[[], float]) -> None:
-        """Let the target write a round of talks, and queue them with some of earlier rounds."""
-        earlier, new = self.state.talks, []
-        for talk in self.talks.more(self.talks.at_once):
+        """Let the target write talks for some lessons, and queue them with earlier ones."""
+        earlier, new, room = self.state.talks, [], LESSONS * self.batch_tokens
+        for talk in self.talks.more():
             new.append(talk)
-            if spent() >= 1:
+            room -= len(talk.ids)
+            if room <= 0 or spent() >= 1:
                 break
         self._queue = new + self._draw.sample(earlier, min(len(earlier), REPLAYS * len(new)))
         self._draw.shuffle(self._queue)

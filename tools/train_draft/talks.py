@@ -78,9 +78,9 @@ class Talks:
         self.held_out = [self._ended.popleft() for _ in range(len(self._ended))]
         self._beginnings = beginnings
 
-    def more(self, count: int) -> Iterator[Talk]:
-        """Yield `count` talks as they end. Others stay in the engine, half written."""
-        for _ in range(count):
+    def more(self) -> Iterator[Talk]:
+        """Yield talks as they end. When no more are taken, others stay in the engine, half written."""
+        while True:
             while not self._ended:
                 self._step(self._beginnings)
             yield self._ended.popleft()
