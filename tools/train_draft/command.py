@@ -6,6 +6,7 @@ command is given again. The last line printed is the command that serves the res
 """
 
 import argparse
+import fcntl
 import json
 import random
 import shlex
@@ -13,7 +14,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
@@ -57,16 +58,17 @@ BYTES_IN_MEMORY, BYTES_ON_DISK = 24, 14
 
 def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
-    return guarded(lambda: train(options))
+    with ExitStack() as held:
+        return guarded(lambda: train(options, held))
 
 
-def train(options: argparse.Namespace) -> int:
+def train(options: argparse.Namespace, held: ExitStack) -> int:
     """Train, and print the command that serves the draft. Raises ConfigError for what cannot be trained, where possible
     before weights are read."""
     console = Console(stderr=True)
     if options.threads:
         torch.set_num_threads(options.threads)
-    torch.manual_seed(options.seed)
+    torch.manual_seed(random.Random(options.seed).getrandbits(63))  # any seed will do
     if found_device(options.device).startswith("npu"):
         raise ConfigError("drafts are trained on a CPU or with CUDA", "give --device cpu")
     folder = find_folder(options.target, "target")
@@ -93,7 +95,7 @@ def train(options: argparse.Namespace) -> int:
     shape = _shape(options, target, tokenizer, start)
     draft = Draft(shape)
     settings = _settings(options, shape)
-    saved = state_file.load(_with_room(options.out, draft), settings)
+    saved = state_file.load(_with_room(options.out, draft, held), settings)
     conversations = _prompts(options.prompts) if options.prompts else []
     engine = build_engine(config)
     told = f"{options.target} on {engine.device}, {engine.dtype}; {shape.head}, {shape.layers} layers after layers "
@@ -112,7 +114,8 @@ def train(options: argparse.Namespace) -> int:
         options.chat_template_kwargs,
     )
     state, tensors = saved or (State(talks.held_out), {})
-    ids = _draft_vocabulary(shape, tensors.get("target_ids"), start, talks, state)
+    until = began + 15 * options.minutes  # a quarter of the time
+    ids = _draft_vocabulary(shape, tensors.get("target_ids"), start, talks, state, until)
     teacher = Teacher(engine, shape.taps, options.batch_tokens + options.length)
     device = teacher.target.embedding.device
     ends = Ends.of(teacher.target, None if ids is None else ids.to(device), half_precision(device))
@@ -129,10 +132,11 @@ def train(options: argparse.Namespace) -> int:
         console.print(f"going on after {state.seconds / 60:.1f} minutes and {state.step} steps")
 
     def save() -> None:
-        checkpoint.write(draft, options.out, ids, None if ids is None else ends.rows)
         optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
         tensors = {"draft": draft.state_dict(), "optimizers": optimizers, "target_ids": ids}
+        # First, because a checkpoint without it is not this tool's to overwrite.
         state_file.save(options.out, settings, state, tensors)
+        checkpoint.write(draft, options.out, ids, None if ids is None else ends.rows)
 
     state.seconds += time.monotonic() - began
     found = trainer.run(60 * options.minutes, 60 * options.save_minutes, save, console)
@@ -171,17 +175,26 @@ def _settings(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     return {f"the draft's {name}": json.dumps(value) for name, value in asdict(shape).items()} | described
 
 
-def _with_room(folder: Path, draft: Draft) -> Path:
-    """Make the folder, and return it. Raises ConfigError if it cannot be written or has no room for the files."""
+def _with_room(folder: Path, draft: Draft, held: ExitStack) -> Path:
+    """Make the folder, and return it, for no other run while its lock is `held`.
+
+    Raises ConfigError if it cannot be written, has no room for the files, or has a checkpoint that is no run's.
+    """
     needed = 2 * BYTES_ON_DISK * _num_parameters(draft)  # a new file is written beside the old one
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
-        (folder / state_file.FILE).with_suffix(".partial").touch()
+        lock = held.enter_context((folder / "training.lock").open("w"))
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"--out {folder}: another run trains there", "wait for it, or give another --out") from None
     except OSError as error:
         raise ConfigError(f"--out {folder}: {error.strerror or error}", "give a folder that can be made") from None
     if needed > free:
         raise ConfigError(f"--out {folder}: {needed >> 20} MiB are needed, and {free >> 20} MiB are free")
+    if (folder / "config.json").exists() and not (folder / state_file.FILE).exists():
+        given = f"--out {folder}: there is a checkpoint, and no {state_file.FILE} of a run to go on"
+        raise ConfigError(given, "give another --out")
     return folder
 
 
@@ -209,10 +222,10 @@ def _prompts(wish: str) -> list[Prompt]:
 
 
 def _draft_vocabulary(
-    shape: Shape, saved: Tensor | None, start: Stored | None, talks: Talks, state: State
+    shape: Shape, saved: Tensor | None, start: Stored | None, talks: Talks, state: State, until: float
 ) -> Tensor | None:
     """Return the target's tokens [Vd] of a reduced vocabulary: those that the first answers have most often, and then
-    those of the lowest ids, which byte-pair merges made first."""
+    those of the lowest ids, which byte-pair merges made first. No more answers are waited for after `until`."""
     if shape.draft_vocab == shape.vocab:
         return None
     if saved is not None:
@@ -222,7 +235,7 @@ def _draft_vocabulary(
     size = 0
     for talk in talks.more():
         state.talks.append(talk)
-        if (size := size + sum(talk.own)) >= COUNTED_TOKENS:
+        if (size := size + sum(talk.own)) >= COUNTED_TOKENS or time.monotonic() > until:
             break
     counted = Counter(token for ids, own in state.talks for token, is_own in zip(ids, own, strict=True) if is_own)
     order = dict.fromkeys([*(token for token, _ in counted.most_common()), *range(shape.vocab)])
@@ -268,7 +281,12 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, metavar="N", help="[default: 0]")
     add = made.add_argument_group("machine").add_argument
     add("--device", default="auto", metavar="DEVICE", help="auto | cpu | cuda | cuda:N")
-    add("--dtype", default="auto", metavar="DTYPE", help="of the target, as `serve` has it")
+    add(
+        "--dtype",
+        choices=["auto", "float32", "float16", "bfloat16"],
+        default="auto",
+        help="of the target, as `serve` has it",
+    )
     add("--threads", type=count, metavar="N", help="of a CPU [default: all cores]")
     add("--concurrency", type=count, metavar="N", help="talks that the target writes at once [default: as `serve`]")
     add("--batch-tokens", type=count, default=2560, metavar="N", help="most tokens of a step's lesson [default: 2560]")

@@ -1,5 +1,6 @@
 """The training loop: the target writes talks and the draft learns them, until the time is over."""
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -81,11 +82,11 @@ class Trainer:
                 state.seconds = time.monotonic() - began
                 told = f"step {state.step}  loss {loss:.3f}  {found:.2f} tokens a step"
                 progress.update(task, completed=state.seconds, told=told)
-                return state.seconds / seconds
+                return state.seconds / seconds if seconds else 1.0
 
             while spent() < 1:
                 learned = self.learn(spent)
-                loss = 0.95 * loss + 0.05 * learned if loss else learned
+                loss = 0.95 * loss + 0.05 * learned if loss and math.isfinite(loss) else learned
                 if state.seconds - tested > seconds / _TESTS:
                     found, tested = self.test(), state.seconds
                     own = sum(sum(talk.own) for talk in state.talks)
@@ -109,10 +110,11 @@ class Trainer:
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * max(factor, 0.0)
         loss = learn(self.draft, self.ends, self.teacher.lesson(self._next_talks()), self._generator)
-        nn.utils.clip_grad_norm_(self.draft.parameters(), CLIP)
+        is_finite = nn.utils.clip_grad_norm_(self.draft.parameters(), CLIP).isfinite()
         with self.ends.precision():  # Muon is made of products
             for optimizer in self.optimizers:
-                optimizer.step()
+                if is_finite:  # one step by NaN destroys a draft
+                    optimizer.step()
                 optimizer.zero_grad()
         self.state.step += 1
         return loss

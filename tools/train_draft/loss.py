@@ -124,10 +124,13 @@ def tokens_a_step(draft: Draft, ends: Ends, lessons: Iterator[Lesson]) -> float:
     for lesson in lessons:
         for b in range(len(lesson.ids)):
             one = Lesson(*(part[b : b + 1] for part in lesson))
-            begin, *_, last = one.own[0].nonzero().flatten().tolist() or [0, 0]
+            own = one.own[0].nonzero().flatten().tolist()
+            if len(own) < 2:  # no token comes after the first
+                continue
+            begin, last = own[0], own[-1]
             anchors = torch.arange(begin, last, device=one.ids.device)
             parts = [_accepted(draft, ends, one, part, last) for part in anchors.split(_ANCHORS)]
-            accepted = torch.cat(parts or [anchors]).tolist()
+            accepted = torch.cat(parts).tolist()
             at = begin
             while at < last:
                 steps += 1

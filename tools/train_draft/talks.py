@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from app.config.error import ConfigError
 from app.engine.core import EngineCore
 from app.messages import Request, SamplingParams, TokenDelta
+from app.text.chat_template import ChatTemplateError
 from app.text.tokenizer import Tokenizer
 from tools.bench.formats import Prompt
 
@@ -23,7 +24,7 @@ OPENINGS = Path(__file__).with_name("openings.txt").read_text(encoding="utf-8").
 """First words of questions in several languages. Some are empty."""
 MAX_QUESTION, MAX_ANSWER = 96, 256
 LEAST_ROOM = 48
-"""Tokens that must be left in a row for another question or answer."""
+"""Tokens that must be left in a row for another question or answer. A question leaves them to its answer."""
 GREEDY_SHARE = 0.7
 """Share of the talks whose answers are greedy."""
 QUESTION, GREEDY, WARM = SamplingParams(temperature=1.0, min_p=0.03), SamplingParams(), SamplingParams(temperature=0.8)
@@ -54,7 +55,7 @@ class Talks:
 
     Without `prompts` the target writes the questions. `held_out` are `num_held_out` talks of one turn each, answered
     greedily, whose prompts are in no other. `switches` are variables of the chat template. Raises ConfigError if the
-    template cannot be cut at a question, or if too few prompts are short enough.
+    template cannot be cut at a question, or refuses prompts, and if too few of them, or no opening, is short enough.
     """
 
     core: EngineCore
@@ -97,9 +98,9 @@ class Talks:
     def _from_prompts(self) -> Iterator[_Growing]:
         """Yield each prompt to be answered greedily, and then those that are not held out again and again."""
         longest = self.length - LEAST_ROOM
-        prompts = [ids for prompt in self.prompts if len(ids := self._encoded(prompt)) <= longest]
+        prompts = [ids for prompt in self.prompts if 1 <= len(ids := self._encoded(prompt)) <= longest]
         if len(prompts) <= self.num_held_out:
-            given = f"--prompts: {len(prompts)} of {len(self.prompts)} have at most {longest} tokens"
+            given = f"--prompts: {len(prompts)} of {len(self.prompts)} have 1 to {longest} tokens"
             raise ConfigError(f"{given}, and {self.num_held_out} are held out", "give more, or a longer --length")
         self.draw.shuffle(prompts)
         for ids in prompts:
@@ -113,24 +114,41 @@ class Talks:
             text = self.tokenizer.chat_template.render([message], continue_final_message=True, switches=self.switches)
             ids = self.tokenizer.encode(text, add_special_tokens=False)
             answer = GREEDY if self.draw.random() < GREEDY_SHARE else WARM
-            yield _Growing(_prompted(ids), answer, turns=self.length, is_answering=False)
+            begun = _Growing(_prompted(ids), answer, turns=self.length, is_answering=False)
+            if (room := self._room(begun)) < LEAST_ROOM:
+                given = f"--length {self.length}: a question and its answer need {LEAST_ROOM - room} tokens more"
+                raise ConfigError(given, "give a longer one")
+            yield begun
 
     def _encoded(self, prompt: Prompt) -> list[int]:
         if "messages" not in prompt.body:
             return self.tokenizer.encode(prompt.body["prompt"])
-        text = self.tokenizer.chat_template.render(prompt.body["messages"], switches=self.switches)
+        try:
+            text = self.tokenizer.chat_template.render(prompt.body["messages"], switches=self.switches)
+        except ChatTemplateError as error:
+            hint = 'give texts, {"prompt": "..."}, or chats that the template takes'
+            raise ConfigError(f"--prompts, {prompt.body['messages']!r:.80}: {error}", hint) from None
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _template_between(self) -> tuple[list[int], list[int]]:
         """Return what the template writes after a question and after an answer."""
         turns = [("user", _ASKED), ("assistant", _ANSWERED), ("user", _ASKED)]
         messages = [{"role": role, "content": text} for role, text in turns]
-        text = self.tokenizer.chat_template.render(messages, switches=self.switches)
+        hint = "give --prompts FILE"
+        try:
+            text = self.tokenizer.chat_template.render(messages, switches=self.switches)
+        except ChatTemplateError as error:
+            raise ConfigError(f"the target cannot ask itself questions: {error}", hint) from None
         parts = text.replace(_ANSWERED, _ASKED).split(_ASKED)
         if len(parts) != 4:
-            raise ConfigError("the chat template changes what users and assistants say", "give --prompts FILE")
+            raise ConfigError("the chat template changes what users and assistants say", hint)
         asked, answered = (self.tokenizer.encode(part, add_special_tokens=False) for part in (parts[3], parts[2]))
         return asked, answered
+
+    def _room(self, growing: _Growing) -> int:
+        """Return how many tokens the next part of a talk may have."""
+        room = self.length - len(growing.talk.ids)
+        return room if growing.is_answering else room - len(self._between[0]) - LEAST_ROOM
 
     def _ask(self, growing: _Growing) -> None:
         """Queue the next part of a talk: a question, or an answer."""
@@ -139,8 +157,11 @@ class Talks:
         sampling, most = (growing.answer, MAX_ANSWER) if growing.is_answering else (QUESTION, MAX_QUESTION)
         sampling = replace(sampling, seed=self.draw.getrandbits(63))
         self._growing[name] = growing
-        room = self.length - len(ids)
-        self.core.add(Request(name, ids, min(most, room), sampling, stop_token_ids=self.tokenizer.eos_ids))
+        most = min(most, self._room(growing))
+        try:
+            self.core.add(Request(name, ids, most, sampling, stop_token_ids=self.tokenizer.eos_ids))
+        except ValueError as error:
+            raise ConfigError(f"the tokenizer makes tokens that the target lacks: {error}") from None
 
     def _grow(self, delta: TokenDelta) -> Talk | None:
         """Add new tokens to their talk, and begin its next part when one ends. Return the talk if it is over."""
@@ -157,11 +178,11 @@ class Talks:
         between = self._between[growing.is_answering]
         if between and between[0] == ids[-1]:  # the mark that ended the part
             between = between[1:]
-        if not growing.turns or len(ids) + len(between) + LEAST_ROOM > self.length:
-            return growing.talk if any(own) else None
+        growing.is_answering = not growing.is_answering
+        if not growing.turns or self._room(growing) - len(between) < LEAST_ROOM:
+            return growing.talk
         ids += between
         own += [False] * len(between)
-        growing.is_answering = not growing.is_answering
         self._ask(growing)
         return None
 

@@ -1,5 +1,6 @@
 """The trainer: talks are the target's own, lessons are what the engine computes, and runs end, go on and refuse."""
 
+import fcntl
 import json
 import math
 import random
@@ -20,12 +21,13 @@ from app.config.error import ConfigError
 from app.engine.checkpoint.files import DEMO
 from app.engine.load.engine import Engine
 from app.messages import Request
+from app.text.chat_template import ChatTemplate
 from app.text.tokenizer import Tokenizer
 from tests.fast.engine.lossless import make_engine, run_engine
 from tests.fast.engine.pairs import make_pair
 from tests.fast.engine.reference import features, load_target
 from tools.bench.formats import Prompt
-from tools.train_draft import checkpoint, command, loop, loss
+from tools.train_draft import checkpoint, command, loop, loss, talks
 from tools.train_draft.loop import State, Trainer
 from tools.train_draft.loss import Ends, learn, tokens_a_step
 from tools.train_draft.model import Draft
@@ -102,10 +104,40 @@ def test_the_target_asks_itself_by_the_chat_template(tokenizer: Tokenizer) -> No
 
 
 def test_too_few_or_too_long_prompts_are_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(ConfigError, match="15 of 16 have at most 144 tokens, and 16 are held out"):
+    with pytest.raises(ConfigError, match="15 of 16 have 1 to 144 tokens, and 16 are held out"):
         source(tokenizer, MATH, held_out=16)
-    with pytest.raises(ConfigError, match="0 of 16 have at most 2 tokens"):
+    with pytest.raises(ConfigError, match="0 of 16 have 1 to 2 tokens"):
         source(tokenizer, MATH, held_out=2, length=50)
+    with pytest.raises(ConfigError, match="0 of 3 have 1 to 144 tokens"):
+        source(tokenizer, 3 * [Prompt({"prompt": ""})], held_out=2)
+
+
+def test_a_question_leaves_room_for_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that would never end, so that each talk has an answer. A row without the room is refused."""
+    endless = Tokenizer(DEMO / "target")
+    endless.eos_ids = []
+    found = source(endless, [], held_out=3, length=140)
+    for talk in [*found.held_out, *islice(found.more(), 5)]:
+        assert sum(talk.own) >= talks.LEAST_ROOM and len(talk.ids) <= 140
+    with pytest.raises(ConfigError, match=r"--length 60: a question and its answer need \d+ tokens more"):
+        source(endless, [], held_out=3, length=60)
+
+
+@pytest.mark.parametrize(
+    ("template", "prompts", "told"),
+    [
+        (None, [], "the target cannot ask itself questions: This model has no chat template"),
+        ("{{ raise_exception('never') }}", [], "cannot ask itself questions: .*never"),
+        ("{{ messages[0].content | lower }}", [], "the chat template changes what users and assistants say"),
+        ("{{ raise_exception('never') }}", MATH, "--prompts, .*never"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_told(template: str | None, prompts: list[Prompt], told: str) -> None:
+    tokenizer = Tokenizer(DEMO / "target")
+    tokenizer.chat_template = ChatTemplate(template, {})
+    with pytest.raises(ConfigError, match=told) as refused:
+        source(tokenizer, prompts, held_out=2)
+    assert refused.value.hint.startswith("give ")
 
 
 # Lessons
@@ -246,6 +278,20 @@ def test_tokens_a_step_are_those_that_the_engine_accepts(tokenizer: Tokenizer) -
     assert measured == pytest.approx(run.acceptance_length, rel=0.01)
 
 
+def test_a_tokenizer_of_more_tokens_than_the_target_is_told(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    engine = make_engine(make_pair(tmp_path, seed=4).target, max_model_len=LENGTH, max_num_seqs=2)
+    with pytest.raises(ConfigError, match=r"the tokenizer makes tokens that the target lacks: .* must lie in 0\.\.96"):
+        Talks(engine.core, tokenizer, MATH, LENGTH, 2, 2, random.Random(0))
+
+
+def test_an_answer_of_one_token_has_no_step() -> None:
+    draft, ends, lesson = small("dspark")
+    own = torch.zeros_like(lesson.own)
+    own[0, 12] = True
+    assert tokens_a_step(draft, ends, iter([lesson._replace(own=own)])) == 0
+    assert gradients(draft, ends, lesson._replace(own=own))[0] == 0
+
+
 @pytest.mark.parametrize("shape", [(8, 8), (24, 8), (8, 24)])
 def test_muons_updates_are_nearly_orthogonal(shape: tuple[int, int]) -> None:
     values = torch.linalg.svdvals(orthogonal(torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))))
@@ -363,7 +409,50 @@ def test_rates_rise_hold_and_fall(tokenizer: Tokenizer, monkeypatch: pytest.Monk
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 0.5, 0.0])
 
 
+def test_a_lesson_that_is_not_finite_leaves_the_draft_as_it_was(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher = Teacher(make_demo(), (0,), 512)
+    sizes = {"rope_theta": 1e4, "eps": 1e-6, "max_positions": LENGTH, "taps": (0,), "num_target_layers": 5}
+    draft = Draft(Shape(2560, 2560, 192, head="dspark", mask_token_id=3, **SMALL | sizes))
+    ends = Ends.of(teacher.target, None, nullcontext)
+    trainer = Trainer(draft, ends, teacher, source(tokenizer, MATH), State([]), 256, 0)
+    taught = teacher.lesson
+    monkeypatch.setattr(teacher, "lesson", lambda rows: (made := taught(rows))._replace(hidden=made.hidden * math.nan))
+    before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+    assert math.isnan(trainer.learn(lambda: 0.0))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in draft.state_dict().items())
+    monkeypatch.undo()
+    assert math.isfinite(trainer.learn(lambda: 0.0))
+    assert not torch.equal(draft.norm.weight, before["norm.weight"]), "it learns the next one"
+
+
+@pytest.mark.usefixtures("quick")
+def test_no_minutes_write_a_draft_and_a_vocabulary_ends_by_the_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "COUNTED_TOKENS", 10**9)
+    assert trained(tmp_path, 0, "--draft-vocab", 64) == 0
+    assert json.loads((tmp_path / "config.json").read_text())["draft_vocab_size"] == 64
+
+
 # Refusals
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_folder_of_another_run_or_checkpoint_is_left_alone(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs would mix their files, and weights of another kind would be lost."""
+    pair = make_pair(tmp_path, seed=1)
+    before = (pair.target / "model.safetensors").read_bytes()
+    assert trained(pair.target, 0) == 2
+    assert "target: there is a checkpoint, and no training.pt" in capsys.readouterr().err
+    assert (pair.target / "model.safetensors").read_bytes() == before
+    with (tmp_path / "training.lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert trained(tmp_path, 0) == 2
+    assert "another run trains there" in capsys.readouterr().err
 
 
 def test_a_target_that_is_not_dense_is_refused(tmp_path: Path, capsys: Any) -> None:
@@ -382,6 +471,7 @@ def test_a_target_that_is_not_dense_is_refused(tmp_path: Path, capsys: Any) -> N
         (("--device", "npu"), "drafts are trained on a CPU or with CUDA"),
         (("--heads", "3"), "unknown flag --heads: did you mean --head?"),
         (("--out", __file__), f"--out {__file__}: "),
+        (("--dtype", "int3"), "--dtype: invalid choice: 'int3'"),
         (("--draft-vocab", "3000"), "--draft-vocab 3000: give 16 to 2560"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
