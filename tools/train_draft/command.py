@@ -28,10 +28,12 @@ from torch import Tensor
 from app.config.engine import EngineConfig
 from app.config.error import ConfigError
 from app.engine.checkpoint.files import find_folder
+from app.engine.checkpoint.quantised import rotation_file
 from app.engine.checkpoint.read import check_checkpoints, read_checkpoints
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.device.factory import found_device
 from app.engine.load.engine import Engine, build_engine
+from app.engine.models.kv_pool import bytes_per_token
 from app.text.tokenizer import Tokenizer
 from tools.bench import prompts
 from tools.bench.command import guarded
@@ -43,7 +45,7 @@ from tools.train_draft.checkpoint import Stored
 from tools.train_draft.loop import TRAINED, State, Trainer
 from tools.train_draft.loss import SLICE_BYTES, TOKENS_PER_ANCHOR, Ends
 from tools.train_draft.model import Draft
-from tools.train_draft.shape import Shape, shape_for
+from tools.train_draft.shape import Shape, check_vocabulary, shape_for
 from tools.train_draft.talks import Talks
 from tools.train_draft.teacher import Teacher
 
@@ -72,7 +74,12 @@ def train(options: argparse.Namespace, held: ExitStack) -> int:
     if found_device(options.device).startswith("npu"):
         raise ConfigError("drafts are trained on a CPU or with CUDA", "give --device cpu")
     folder = find_folder(options.target, "target")
-    target = read_checkpoints(EngineConfig(folder)).target
+    models = read_checkpoints(EngineConfig(folder))
+    target = models.target
+    if rotation_file(folder, models.target_files.description):
+        raise ConfigError(
+            f"{options.target} is rotated (QuaRot)", "train for the original, and serve it with this target"
+        )
     if target.moe or target.gated_delta:
         kind = "a mixture of experts" if target.moe else "a hybrid with recurrent layers"
         raise ConfigError(f"{options.target} is {kind}, and only dense targets are trained for", "give a dense one")
@@ -86,7 +93,8 @@ def train(options: argparse.Namespace, held: ExitStack) -> int:
         dtype=options.dtype,
         max_model_len=options.length,
         max_num_seqs=options.concurrency,
-        max_num_batched_tokens=options.batch_tokens,
+        max_num_batched_tokens=max(options.batch_tokens, options.length),
+        kv_cache_memory=_kv_memory(options, target) if found_device(options.device) == "cpu" else None,
         memory_utilization=options.memory_utilization,
     )
     check_checkpoints(config)
@@ -109,9 +117,10 @@ def train(options: argparse.Namespace, held: ExitStack) -> int:
         conversations,
         options.length,
         engine.sizes.max_num_seqs,
-        NUM_HELD_OUT if saved is None else 0,
-        random.Random(f"{options.seed}/{step}"),
+        NUM_HELD_OUT,
+        random.Random(f"talks {options.seed}/{step}"),
         options.chat_template_kwargs,
+        saved[0].held_out if saved else [],
     )
     state, tensors = saved or (State(talks.held_out), {})
     until = began + 15 * options.minutes  # a quarter of the time
@@ -162,6 +171,7 @@ def _shape(options: argparse.Namespace, target: DecoderConfig, tokenizer: Tokeni
             return start.shape
         if start.target_ids is not None:
             raise ConfigError("--draft-vocab: the draft of --start-from has its own", "leave it out")
+        check_vocabulary(options.draft_vocab, target.vocab_size)
         return replace(start.shape, draft_vocab=options.draft_vocab)
     chosen: dict[str, Any] = SHAPE_FLAGS | given
     mask, _ = mask_token.choose(tokenizer, target.vocab_size, chosen.pop("mask_token"))
@@ -180,10 +190,12 @@ def _with_room(folder: Path, draft: Draft, held: ExitStack) -> Path:
 
     Raises ConfigError if it cannot be written, has no room for the files, or has a checkpoint that is no run's.
     """
-    needed = 2 * BYTES_ON_DISK * _num_parameters(draft)  # a new file is written beside the old one
+    needed = BYTES_ON_DISK * (draft.shape.draft_vocab * draft.shape.hidden + _num_parameters(draft))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
+        if not (folder / state_file.FILE).exists():  # a new file is written beside the old one
+            needed *= 2
         lock = held.enter_context((folder / "training.lock").open("w"))
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -217,6 +229,12 @@ def _check_memory(draft: Draft, engine: Engine, batch_tokens: int) -> None:
         raise ConfigError(given, wanted + ("" if engine.device == "cpu" else ", or --memory-utilization"))
 
 
+def _kv_memory(options: argparse.Namespace, target: DecoderConfig) -> int:
+    """Return the bytes of KV on a CPU: what the talks need. The prefix cache would fill more, which training needs."""
+    talks, page_size = options.concurrency or 32, 16  # the engine's defaults there
+    return int(talks * (options.length + page_size) * bytes_per_token(target, torch.bfloat16))
+
+
 def _prompts(wish: str) -> list[Prompt]:
     return [prompt for dataset in prompts.named(wish, 0) for prompt in dataset.listed]
 
@@ -232,10 +250,9 @@ def _draft_vocabulary(
         return saved
     if start and start.target_ids is not None:
         return start.target_ids
-    size = 0
     for talk in talks.more():
-        state.talks.append(talk)
-        if (size := size + sum(talk.own)) >= COUNTED_TOKENS or time.monotonic() > until:
+        state.add([talk])
+        if state.written >= COUNTED_TOKENS or time.monotonic() > until:
             break
     counted = Counter(token for ids, own in state.talks for token, is_own in zip(ids, own, strict=True) if is_own)
     order = dict.fromkeys([*(token for token, _ in counted.most_common()), *range(shape.vocab)])

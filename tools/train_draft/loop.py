@@ -3,7 +3,7 @@
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,18 +27,28 @@ LESSONS = 4
 REPLAYS = 2
 """Earlier talks that are learned again for each new one, with other anchors. Writing costs as much as learning."""
 CLIP = 1.0
-_TESTS = 20
-"""How often the held-out talks measure the draft."""
+_TESTS, _PAUSE = 20, 15
+"""How often the held-out talks measure the draft at most, and the time between two measurements in times of one."""
+KEPT = 1 << 13
+"""Earlier talks that may be learned again."""
 
 
 @dataclass(slots=True)
 class State:
-    """Progress of a run. `talks` are all that the target wrote, but for the `held_out` ones."""
+    """Progress of a run. `talks` are the last ones that the target wrote, but for those `held_out`, and `written` the
+    tokens of all answers."""
 
     held_out: list[Talk]
     talks: list[Talk] = field(default_factory=list)
+    written: int = 0
     step: int = 0
     seconds: float = 0.0
+
+    def add(self, talks: Sequence[Talk]) -> None:
+        """Add talks that were written, and forget the oldest ones beyond KEPT."""
+        self.written += sum(sum(talk.own) for talk in talks)
+        self.talks += talks
+        del self.talks[:-KEPT]
 
 
 @dataclass(eq=False)
@@ -67,7 +77,7 @@ class Trainer:
         Return the tokens a step in the held-out talks."""
         state = self.state
         began = time.monotonic() - state.seconds
-        saved = tested = state.seconds
+        next_test, next_save = state.seconds + seconds / _TESTS, state.seconds + save_every
         found, loss = self.test(), 0.0
         columns = (
             TextColumn("{task.description}"),
@@ -87,21 +97,23 @@ class Trainer:
             while spent() < 1:
                 learned = self.learn(spent)
                 loss = 0.95 * loss + 0.05 * learned if loss and math.isfinite(loss) else learned
-                if state.seconds - tested > seconds / _TESTS:
-                    found, tested = self.test(), state.seconds
-                    own = sum(sum(talk.own) for talk in state.talks)
-                    told = f"{found:.2f} tokens a step  loss {loss:.3f}  {own:,} tokens of answers"
+                if (before := state.seconds) > next_test:
+                    found = self.test()
+                    spent()
+                    next_test = state.seconds + max(seconds / _TESTS, _PAUSE * (state.seconds - before))
+                    told = f"{found:.2f} tokens a step  loss {loss:.3f}  {state.written:,} tokens of answers"
                     console.print(f"{state.seconds / 60:5.1f} min  step {state.step:5}  {told}", highlight=False)
-                if state.seconds - saved > save_every:
+                if state.seconds > next_save:
                     save()
-                    saved = state.seconds
+                    spent()
+                    next_save = state.seconds + save_every
         save()
         return self.test()
 
     def learn(self, spent: Callable[[], float]) -> float:
         """Take one step over the next talks, which the target may have to write first. Return the loss.
 
-        `spent` returns the share of the time that is over. When all of it is, no talk is waited for.
+        `spent` returns the share of the time that is over. When all of it is, no more than one talk is waited for.
         """
         while not self._queue:
             self._write(spent)
@@ -133,7 +145,7 @@ class Trainer:
                 break
         self._queue = new + self._draw.sample(earlier, min(len(earlier), REPLAYS * len(new)))
         self._draw.shuffle(self._queue)
-        earlier += new
+        self.state.add(new)
 
     def _next_talks(self) -> list[Talk]:
         longest, talks = self.teacher.page_size, list[Talk]()  # a talk takes whole pages

@@ -148,8 +148,12 @@ def _accepted(draft: Draft, ends: Ends, lesson: Lesson, anchors: Tensor, last: i
     before, is_right = ids[anchors], torch.ones_like(anchors, dtype=torch.bool)
     count = torch.zeros_like(anchors)
     for k in range(rows.shape[1]):
-        pairs = draft.pairs(rows[:, k], before)
-        scores = values[:, k] + (pairs.gather(1, numbers[:, k]) if isinstance(pairs, Tensor) else pairs)
+        scores = values[:, k]
+        if draft.path is not None:
+            scores = (
+                scores
+                + (draft.path.successors[numbers[:, k]] @ draft.path.state(rows[:, k], before)[..., None])[..., 0]
+            )
         before = ends.tokens(numbers[:, k].gather(1, scores.argmax(-1, keepdim=True))[:, 0])
         places = anchors + 1 + k
         is_right &= (places <= last) & (ids[places.clamp(max=last)] == before)

@@ -26,10 +26,8 @@ def orthogonal(update: Tensor, steps: int = 5) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Optimizer that stacks matrices of the same shape and steps them together."""
 
-    def __init__(
-        self, matrices: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0
-    ) -> None:
-        super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+    def __init__(self, matrices: Iterable[Tensor], lr: float, momentum: float = 0.95) -> None:
+        super().__init__(matrices, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -44,7 +42,6 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
                 nesterov = torch._foreach_lerp(gradients, buffers, group["momentum"])
                 scale = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
-                torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(parameters, list(orthogonal(torch.stack(nesterov)).unbind()), alpha=-scale)
 
 

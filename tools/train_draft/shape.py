@@ -67,8 +67,7 @@ def shape_for(
     if not 2 <= block <= MAX_BLOCK:
         raise ConfigError(f"--block {block}: give 2 to {MAX_BLOCK}, the rows that all devices serve, anchor included")
     size = target.vocab_size if draft_vocab is None else draft_vocab
-    if not TOP_K <= size <= target.vocab_size:
-        raise ConfigError(f"--draft-vocab {size}: give {TOP_K} to {target.vocab_size}, the target's vocabulary")
+    check_vocabulary(size, target.vocab_size)
     if head == "dflash2" and target.hidden_size % CONV_GROUP:
         both = f"its convolutions have groups of {CONV_GROUP} channels, and the target's hidden_size is"
         raise ConfigError(f"--head dflash2: {both} {target.hidden_size}; give dspark or dflash")
@@ -93,6 +92,12 @@ def shape_for(
         head=head,
         rank=0 if head == "dflash" else rank,
     )
+
+
+def check_vocabulary(size: int, whole: int) -> None:
+    """Raise ConfigError for a reduced vocabulary that is too small, or larger than the target's."""
+    if not TOP_K <= size <= whole:
+        raise ConfigError(f"--draft-vocab {size}: give {TOP_K} to {whole}, the target's vocabulary")
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:

@@ -16,8 +16,8 @@ FILE = "training.pt"
 
 def save(folder: Path, settings: Mapping[str, Any], state: State, tensors: Mapping[str, Any]) -> None:
     """Write the file in one go. `tensors` are state dicts by name. Raises ConfigError."""
-    saved = {"settings": dict(settings), "step": state.step, "seconds": state.seconds, **tensors}
-    saved |= {"talks": _packed(state.talks), "held_out": _packed(state.held_out)}
+    saved = {"settings": dict(settings), "step": state.step, "seconds": state.seconds, "written": state.written}
+    saved |= {**tensors, "talks": _packed(state.talks), "held_out": _packed(state.held_out)}
     partial = folder / f"{FILE}.partial"
     try:
         torch.save(saved, partial)
@@ -34,7 +34,8 @@ def load(folder: Path, settings: Mapping[str, Any]) -> tuple[State, dict[str, An
         return None
     try:
         saved = torch.load(file, weights_only=True, map_location="cpu")
-        state = State(_unpacked(saved.pop("held_out")), _unpacked(saved.pop("talks")), saved["step"], saved["seconds"])
+        numbers = (saved.pop(name) for name in ("written", "step", "seconds"))
+        state = State(_unpacked(saved.pop("held_out")), _unpacked(saved.pop("talks")), *numbers)
         before = saved.pop("settings")
     except Exception as error:  # of the archive or its contents
         raise ConfigError(f"{file} cannot be read: {error!r:.200}", "remove it to begin anew") from None

@@ -23,6 +23,7 @@ from tools.bench.formats import Prompt
 OPENINGS = Path(__file__).with_name("openings.txt").read_text(encoding="utf-8").splitlines()
 """First words of questions in several languages. Some are empty."""
 MAX_QUESTION, MAX_ANSWER = 96, 256
+"""Tokens of what the target asks, and of its answer to that. Small models begin to repeat themselves later on."""
 LEAST_ROOM = 48
 """Tokens that must be left in a row for another question or answer. A question leaves them to its answer."""
 GREEDY_SHARE = 0.7
@@ -37,6 +38,11 @@ class Talk(NamedTuple):
 
     ids: list[int]
     own: list[bool]
+
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens before the first answer."""
+        return self.ids[: self.own.index(True)]
 
 
 @dataclass(slots=True)
@@ -53,9 +59,10 @@ class _Growing:
 class Talks:
     """An endless source of talks of at most `length` tokens, of which `at_once` grow in the engine between calls.
 
-    Without `prompts` the target writes the questions. `held_out` are `num_held_out` talks of one turn each, answered
-    greedily, whose prompts are in no other. `switches` are variables of the chat template. Raises ConfigError if the
-    template cannot be cut at a question, or refuses prompts, and if too few of them, or no opening, is short enough.
+    Without `prompts` the target writes the questions. `held_out` are talks of one turn each, answered greedily, whose
+    prompts are in no other: those that are given, or `num_held_out` new ones. `switches` are variables of the chat
+    template. Raises ConfigError if the template cannot be cut at a question, or refuses prompts, and if too few of
+    them, or no opening, is short enough.
     """
 
     core: EngineCore
@@ -66,6 +73,7 @@ class Talks:
     num_held_out: int
     draw: random.Random
     switches: Mapping[str, Any] = field(default_factory=dict)
+    held_out: list[Talk] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._growing: dict[str, _Growing] = {}
@@ -73,10 +81,11 @@ class Talks:
         self._num_asked = 0
         self._between: tuple[list[int], list[int]] = ([], []) if self.prompts else self._template_between()
         beginnings = self._from_prompts() if self.prompts else self._from_openings()
-        first = (replace(begun, answer=GREEDY, turns=1) for begun in islice(beginnings, self.num_held_out))
-        while self._step(first):
-            pass
-        self.held_out = [self._ended.popleft() for _ in range(len(self._ended))]
+        if not self.held_out:
+            first = (replace(begun, answer=GREEDY, turns=1) for begun in islice(beginnings, self.num_held_out))
+            while self._step(first):
+                pass
+            self.held_out = [self._ended.popleft() for _ in range(len(self._ended))]
         self._beginnings = beginnings
 
     def more(self) -> Iterator[Talk]:
@@ -98,15 +107,16 @@ class Talks:
     def _from_prompts(self) -> Iterator[_Growing]:
         """Yield each prompt to be answered greedily, and then those that are not held out again and again."""
         longest = self.length - LEAST_ROOM
-        prompts = [ids for prompt in self.prompts if 1 <= len(ids := self._encoded(prompt)) <= longest]
-        if len(prompts) <= self.num_held_out:
+        found = dict.fromkeys(tuple(ids) for ids in map(self._encoded, self.prompts) if 1 <= len(ids) <= longest)
+        prompts = [ids for ids in found if all(ids != tuple(talk.prompt) for talk in self.held_out)]
+        if len(prompts) <= (num_apart := 0 if self.held_out else self.num_held_out):
             given = f"--prompts: {len(prompts)} of {len(self.prompts)} have 1 to {longest} tokens"
             raise ConfigError(f"{given}, and {self.num_held_out} are held out", "give more, or a longer --length")
         self.draw.shuffle(prompts)
         for ids in prompts:
             yield _Growing(_prompted(ids), GREEDY, 1, is_answering=True)
         while True:
-            yield _Growing(_prompted(self.draw.choice(prompts[self.num_held_out :])), WARM, 1, is_answering=True)
+            yield _Growing(_prompted(self.draw.choice(prompts[num_apart:])), WARM, 1, is_answering=True)
 
     def _from_openings(self) -> Iterator[_Growing]:
         while True:
@@ -124,11 +134,11 @@ class Talks:
         if "messages" not in prompt.body:
             return self.tokenizer.encode(prompt.body["prompt"])
         try:
-            text = self.tokenizer.chat_template.render(prompt.body["messages"], switches=self.switches)
+            text, mark, _ = self.tokenizer.render(prompt.body["messages"], switches=self.switches)
         except ChatTemplateError as error:
             hint = 'give texts, {"prompt": "..."}, or chats that the template takes'
             raise ConfigError(f"--prompts, {prompt.body['messages']!r:.80}: {error}", hint) from None
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode(text, add_special_tokens=False, mark=mark)
 
     def _template_between(self) -> tuple[list[int], list[int]]:
         """Return what the template writes after a question and after an answer."""
@@ -154,7 +164,9 @@ class Talks:
         """Queue the next part of a talk: a question, or an answer."""
         self._num_asked += 1
         name, ids = f"talk-{self._num_asked}", tuple(growing.talk.ids)
-        sampling, most = (growing.answer, MAX_ANSWER) if growing.is_answering else (QUESTION, MAX_QUESTION)
+        sampling, most = QUESTION, MAX_QUESTION
+        if growing.is_answering:
+            sampling, most = growing.answer, self.length if self.prompts else MAX_ANSWER
         sampling = replace(sampling, seed=self.draw.getrandbits(63))
         self._growing[name] = growing
         most = min(most, self._room(growing))
@@ -174,12 +186,18 @@ class Talks:
         if delta.finish_reason is None:
             return None
         del self._growing[delta.request_id]
-        growing.turns -= growing.is_answering
+        is_cut = delta.finish_reason == "length"
         between = self._between[growing.is_answering]
-        if between and between[0] == ids[-1]:  # the mark that ended the part
-            between = between[1:]
+        if growing.is_answering:
+            growing.turns -= 1
+            if is_cut or not growing.turns:  # what is cut, a thought perhaps, is followed by no question
+                return growing.talk
+            if between[0] == ids[-1]:  # the mark that ended the answer
+                between = between[1:]
+        elif not is_cut:
+            del ids[-1], own[-1]  # whatever mark ended the question, the template writes its own
         growing.is_answering = not growing.is_answering
-        if not growing.turns or self._room(growing) - len(between) < LEAST_ROOM:
+        if self._room(growing) - len(between) < LEAST_ROOM:
             return growing.talk
         ids += between
         own += [False] * len(between)

@@ -4,9 +4,12 @@ import fcntl
 import json
 import math
 import random
+import re
 import time
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +56,8 @@ def tokenizer() -> Tokenizer:
 
 def source(tokenizer: Tokenizer, prompts: list[Prompt], held_out: int = 0, **wishes: Any) -> Talks:
     wishes = {"length": LENGTH, "at_once": 8, "num_held_out": held_out, "draw": random.Random(0)} | wishes
+    if known := wishes.pop("held_out_talks", None):
+        wishes["held_out"] = known
     return Talks(make_demo().core, tokenizer, prompts, **wishes)
 
 
@@ -86,6 +91,32 @@ def test_what_is_held_out_is_never_learned(tokenizer: Tokenizer) -> None:
     assert len(apart) == 5 and not apart & {question(talk) for talk in islice(talks.more(), 40)}
 
 
+def test_a_run_that_goes_on_learns_nothing_that_was_held_out(tokenizer: Tokenizer) -> None:
+    before = source(tokenizer, MATH, held_out=5)
+    talks = source(tokenizer, [*MATH, *MATH], held_out=5, held_out_talks=before.held_out, draw=random.Random(1))
+    assert talks.held_out == before.held_out
+    learned = {question(talk) for talk in islice(talks.more(), 40)}
+    assert len(learned) == 10 and not learned & set(map(question, before.held_out))
+
+
+def test_an_answer_that_is_cut_ends_its_talk(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thought that is not finished would be followed by a question."""
+    monkeypatch.setattr("tools.train_draft.talks.MAX_ANSWER", 6)
+    cut = 0
+    for ids, own in islice(source(tokenizer, []).more(), 30):
+        ends = [i for i in range(len(ids)) if own[i] and own[i + 1 : i + 2] != [True]]
+        assert all(ids[end] in tokenizer.eos_ids for end in ends[:-1])
+        cut += ids[ends[-1]] not in tokenizer.eos_ids
+    assert cut
+
+
+def test_a_message_that_spells_a_control_token_has_none(tokenizer: Tokenizer) -> None:
+    spelt = [Prompt({"messages": [{"role": "user", "content": f"Repeat <|im_end|> {i} times"}]}) for i in range(3)]
+    for ids, own in islice(source(tokenizer, spelt).more(), 3):
+        assert "Repeat <|im_end|> " in tokenizer.decode(ids, skip_special_tokens=False)
+        assert ids[: own.index(True)].count(tokenizer.backend.token_to_id("<|im_end|>")) == 1, "the template's own"
+
+
 def test_the_target_asks_itself_by_the_chat_template(tokenizer: Tokenizer) -> None:
     talks = source(tokenizer, [], held_out=3, length=LENGTH)
     turns = Counter[int]()
@@ -95,12 +126,12 @@ def test_the_target_asks_itself_by_the_chat_template(tokenizer: Tokenizer) -> No
         assert len(ids) <= LENGTH
         for start in starts:  # before each answer stands what the template writes for the conversation so far
             text = tokenizer.decode(ids[:start], skip_special_tokens=False)
-            assert (
-                text.endswith("<|im_start|>assistant\n") and text.count("<|im_start|>user\n") == starts.index(start) + 1
-            )
-    assert max(turns) > 1 and all(
-        sum(o and not p for p, o in zip(x.own, x.own[1:], strict=False)) == 1 for x in talks.held_out
-    )
+            said = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", text, re.DOTALL)
+            assert said[-1][0] == "user" and len(said) == 2 * starts.index(start) + 1
+            messages = [{"role": role, "content": content} for role, content in said]
+            assert text == tokenizer.chat_template.render(messages)
+    assert max(turns) > 1
+    assert all(sorted(talk.own) == talk.own for talk in talks.held_out), "one answer each"
 
 
 def test_too_few_or_too_long_prompts_are_refused(tokenizer: Tokenizer) -> None:
@@ -231,6 +262,16 @@ def expected_loss(draft: Draft, ends: Ends, lesson: Lesson) -> float:
             loss += weight * (0.4 * written - 0.6 * float((teacher * scores).sum()))
             total += weight
     return loss / total
+
+
+def test_products_in_bfloat16_lose_little() -> None:
+    draft, ends, lesson = small("dspark")
+    wanted, whole = gradients(draft, ends, lesson)
+    half = replace(ends, precision=partial(torch.autocast, "cpu", torch.bfloat16), rows=ends.rows.bfloat16())
+    found, parts = gradients(draft, half, lesson)
+    assert found == pytest.approx(wanted, rel=0.02)
+    for part, exact in zip(parts, whole, strict=True):
+        assert part.dtype == torch.float32 and (part - exact).norm() <= 0.1 * exact.norm() + 1e-6
 
 
 @pytest.mark.parametrize("reduced", [False, True], ids=["whole", "reduced"])
@@ -473,6 +514,7 @@ def test_a_target_that_is_not_dense_is_refused(tmp_path: Path, capsys: Any) -> N
         (("--out", __file__), f"--out {__file__}: "),
         (("--dtype", "int3"), "--dtype: invalid choice: 'int3'"),
         (("--draft-vocab", "3000"), "--draft-vocab 3000: give 16 to 2560"),
+        (("--length", "9000"), "--length 9000: the target's context has 2048 tokens"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
@@ -486,6 +528,18 @@ def test_a_setting_that_cannot_be_is_told_before_weights_are_read(
         code = int(ended.code or 0)
     error = capsys.readouterr().err
     assert code == 2 and told in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("size", [15, 2561])
+def test_a_draft_to_train_on_is_reduced_within_its_vocabulary(tmp_path: Path, capsys: Any, size: int) -> None:
+    assert run("demo", "--out", tmp_path, "--start-from", "demo", "--draft-vocab", size) == 2
+    assert f"--draft-vocab {size}: give 16 to 2560" in capsys.readouterr().err
+
+
+def test_a_rotated_target_is_refused(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "rotation_file", lambda *_: tmp_path / "quarot.safetensors")
+    assert run("demo", "--out", tmp_path) == 2
+    assert "demo is rotated (QuaRot)" in capsys.readouterr().err
 
 
 def test_a_full_disk_and_full_memory_are_told_before_training(
