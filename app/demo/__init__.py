@@ -1,6 +1,7 @@
 """The demo pair as data: its checkpoints and held-out prompts.
 
-The reader below needs only the standard library, because device reports run in bare images.
+Drafts are trained in `tools/train_draft`. The reader below needs only the standard library, because device reports run
+in bare images.
 """
 
 import json

@@ -73,30 +73,8 @@ def train(options: argparse.Namespace, held: ExitStack) -> int:
     torch.manual_seed(random.Random(options.seed).getrandbits(63))  # any seed will do
     if found_device(options.device).startswith("npu"):
         raise ConfigError("drafts are trained on a CPU or with CUDA", "give --device cpu")
-    folder = find_folder(options.target, "target")
-    models = read_checkpoints(EngineConfig(folder))
-    target = models.target
-    if rotation_file(folder, models.target_files.description):
-        raise ConfigError(
-            f"{options.target} is rotated (QuaRot)", "train for the original, and serve it with this target"
-        )
-    if target.moe or target.gated_delta:
-        kind = "a mixture of experts" if target.moe else "a hybrid with recurrent layers"
-        raise ConfigError(f"{options.target} is {kind}, and only dense targets are trained for", "give a dense one")
-    if options.length > target.max_position_embeddings:
-        raise ConfigError(
-            f"--length {options.length}: the target's context has {target.max_position_embeddings} tokens"
-        )
-    config = EngineConfig(
-        folder,
-        device=options.device,
-        dtype=options.dtype,
-        max_model_len=options.length,
-        max_num_seqs=options.concurrency,
-        max_num_batched_tokens=max(options.batch_tokens, options.length),
-        kv_cache_memory=_kv_memory(options, target) if found_device(options.device) == "cpu" else None,
-        memory_utilization=options.memory_utilization,
-    )
+    folder, target = _dense_target(options)
+    config = _engine_config(options, folder, target)
     check_checkpoints(config)
     tokenizer = Tokenizer(folder)
     start = checkpoint.read(find_folder(options.start_from, "draft"), target) if options.start_from else None
@@ -152,6 +130,35 @@ def train(options: argparse.Namespace, held: ExitStack) -> int:
     console.print(f"{found:.2f} tokens a step in {len(state.held_out)} held-out answers, after {state.step} steps")
     print(shlex.join(["dflash-server", "serve", options.target, "--draft-model", str(options.out)]))
     return 0
+
+
+def _dense_target(options: argparse.Namespace) -> tuple[Path, DecoderConfig]:
+    """Return the target's folder and sizes. Raises ConfigError for one that no draft can be trained for here."""
+    folder = find_folder(options.target, "target")
+    models = read_checkpoints(EngineConfig(folder))
+    target = models.target
+    if rotation_file(folder, models.target_files.description):
+        hint = "train for the original, and serve the draft with this target"
+        raise ConfigError(f"{options.target} is rotated (QuaRot)", hint)
+    if target.moe or target.gated_delta:
+        kind = "a mixture of experts" if target.moe else "a hybrid with recurrent layers"
+        raise ConfigError(f"{options.target} is {kind}, and only dense targets are trained for", "give a dense one")
+    if options.length > (most := target.max_position_embeddings):
+        raise ConfigError(f"--length {options.length}: the target's context has {most} tokens", "give a shorter one")
+    return folder, target
+
+
+def _engine_config(options: argparse.Namespace, folder: Path, target: DecoderConfig) -> EngineConfig:
+    return EngineConfig(
+        folder,
+        device=options.device,
+        dtype=options.dtype,
+        max_model_len=options.length,
+        max_num_seqs=options.concurrency,
+        max_num_batched_tokens=max(options.batch_tokens, options.length),
+        memory_utilization=options.memory_utilization,
+        kv_cache_memory=_kv_memory(options, target) if found_device(options.device) == "cpu" else None,
+    )
 
 
 def half_precision(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:

@@ -26,6 +26,7 @@ from app.engine.load.engine import Engine
 from app.messages import Request
 from app.text.chat_template import ChatTemplate
 from app.text.tokenizer import Tokenizer
+from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.lossless import make_engine, run_engine
 from tests.fast.engine.pairs import make_pair
 from tests.fast.engine.reference import features, load_target
@@ -496,10 +497,11 @@ def test_a_folder_of_another_run_or_checkpoint_is_left_alone(
     assert "another run trains there" in capsys.readouterr().err
 
 
-def test_a_target_that_is_not_dense_is_refused(tmp_path: Path, capsys: Any) -> None:
-    pair = make_pair(tmp_path, seed=1, experts=4)
+@pytest.mark.parametrize("kind", ["a mixture of experts", "a hybrid with recurrent layers"])
+def test_a_target_that_is_not_dense_is_refused(tmp_path: Path, capsys: Any, kind: str) -> None:
+    pair = make_pair(tmp_path, seed=1, experts=4) if "experts" in kind else make_hybrid_pair(tmp_path)
     assert run(pair.target, "--out", tmp_path / "out", "--device", "cpu") == 2
-    assert "is a mixture of experts, and only dense targets are trained for" in capsys.readouterr().err
+    assert f"is {kind}, and only dense targets are trained for" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
