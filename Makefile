@@ -51,8 +51,8 @@ bench: $(STAMP)
 	$(BIN)/python -m tools.bench $(or $(ARGS),$(BY_KIND))
 	$(if $(ARGS),,$(BIN)/python -m tools.bench $(BATCH_INVARIANT))
 
-# 20 minutes on two cores. Six rounds are the fewest that have an interval.
-EACH = --num-prompts 8,8,16 --max-tokens 64 --max-rounds 6 --tight 0.2 --into docs/performance.md
+# 19 minutes on two cores. Six rounds are the fewest that have an interval.
+EACH = --num-prompts 6,8,16 --max-tokens 64 --max-rounds 6 --tight 0.2 --into docs/performance.md
 BY_KIND = --serve-args smollm2 --compare plain,dflash,auto --dataset tests/golden/questions.json:chat,code,prose,languages --temperature 0,0.7 $(EACH)
 BATCH_INVARIANT = --serve-args 'smollm2 --batch-invariant' --compare plain,auto --dataset tests/golden/questions.json $(EACH)\#batch-invariant
 

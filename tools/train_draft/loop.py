@@ -20,7 +20,7 @@ from tools.train_draft.teacher import Teacher
 MUON_LR, ADAM_LR = 0.01, 2e-3
 WARM_UP = 60
 """Steps in which the learning rates rise. They fall to nothing in the second half of the time."""
-TRAINED = 0.2
+TRAINED = 0.05
 """Share of the learning rates for a draft that was trained before."""
 LESSONS = 4
 """Lessons that new talks are written for at once."""
