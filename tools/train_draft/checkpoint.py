@@ -16,7 +16,7 @@ from app.engine.checkpoint.draft import draft_config
 from app.engine.checkpoint.files import Checkpoint
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from tools.train_draft.model import Draft
-from tools.train_draft.shape import TOP_K, Head, Shape
+from tools.train_draft.shape import TOP_K, Head, Shape, sizes_of
 
 _ARCHITECTURES: dict[Head, str] = {
     "dflash": "DFlashDraftModel",
@@ -129,17 +129,9 @@ def _shape(draft: DFlashConfig, target: DecoderConfig) -> Shape:
     decoder, path = draft.decoder, draft.path
     head: Head = "dflash" if path is None else "dflash2" if draft.conv_group else "dspark"
     return Shape(
-        vocab=decoder.vocab_size,
+        **sizes_of(decoder),
         draft_vocab=draft.draft_vocab_size,
-        hidden=decoder.hidden_size,
         layers=decoder.num_layers,
-        heads=decoder.num_heads,
-        kv_heads=decoder.num_kv_heads,
-        head_dim=decoder.head_dim,
-        mlp=decoder.intermediate_size,
-        rope_theta=decoder.rope.theta,
-        eps=decoder.rms_norm_eps,
-        max_positions=decoder.max_position_embeddings,
         block=draft.block_size,
         taps=draft.target_layer_ids,
         num_target_layers=target.num_layers,

@@ -276,6 +276,12 @@ def layers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
+def share(text: str) -> float:
+    if not 0 < (value := amount(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share above 0 and up to 1")
+    return value
+
+
 def parser() -> argparse.ArgumentParser:
     made = ToolParser(
         prog="python -m tools.train_draft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -315,5 +321,5 @@ def parser() -> argparse.ArgumentParser:
     add("--concurrency", type=count, metavar="N", help="talks that the target writes at once [default: as `serve`]")
     add("--batch-tokens", type=count, default=2560, metavar="N", help="most tokens of a step's lesson [default: 2560]")
     about = "share of a GPU's memory for weights and KV; training needs the rest [default: 0.5]"
-    add("--memory-utilization", type=float, default=0.5, metavar="SHARE", help=about)
+    add("--memory-utilization", type=share, default=0.5, metavar="SHARE", help=about)
     return made

@@ -150,10 +150,8 @@ def _accepted(draft: Draft, ends: Ends, lesson: Lesson, anchors: Tensor, last: i
     for k in range(rows.shape[1]):
         scores = values[:, k]
         if draft.path is not None:
-            scores = (
-                scores
-                + (draft.path.successors[numbers[:, k]] @ draft.path.state(rows[:, k], before)[..., None])[..., 0]
-            )
+            state = draft.path.state(rows[:, k], before)
+            scores = scores + (draft.path.successors[numbers[:, k]] @ state[..., None])[..., 0]
         before = ends.tokens(numbers[:, k].gather(1, scores.argmax(-1, keepdim=True))[:, 0])
         places = anchors + 1 + k
         is_right &= (places <= last) & (ids[places.clamp(max=last)] == before)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from app.config.error import ConfigError
 from app.engine.checkpoint.shapes import DecoderConfig
@@ -74,17 +74,9 @@ def shape_for(
     if head != "dflash" and rank < 1:
         raise ConfigError(f"--rank {rank}: the tables of --head {head} have at least 1 column")
     return Shape(
-        vocab=target.vocab_size,
+        **sizes_of(target),
         draft_vocab=size,
-        hidden=target.hidden_size,
         layers=layers,
-        heads=target.num_heads,
-        kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        mlp=target.intermediate_size,
-        rope_theta=target.rope.theta,
-        eps=target.rms_norm_eps,
-        max_positions=target.max_position_embeddings,
         block=block,
         taps=chosen,
         num_target_layers=target.num_layers,
@@ -92,6 +84,21 @@ def shape_for(
         head=head,
         rank=0 if head == "dflash" else rank,
     )
+
+
+def sizes_of(decoder: DecoderConfig) -> dict[str, Any]:
+    """Return the fields of a Shape that a draft has in common with its target, by a decoder that has them."""
+    return {
+        "vocab": decoder.vocab_size,
+        "hidden": decoder.hidden_size,
+        "heads": decoder.num_heads,
+        "kv_heads": decoder.num_kv_heads,
+        "head_dim": decoder.head_dim,
+        "mlp": decoder.intermediate_size,
+        "rope_theta": decoder.rope.theta,
+        "eps": decoder.rms_norm_eps,
+        "max_positions": decoder.max_position_embeddings,
+    }
 
 
 def check_vocabulary(size: int, whole: int) -> None:

@@ -516,6 +516,7 @@ def test_a_target_that_is_not_dense_is_refused(tmp_path: Path, capsys: Any, kind
         (("--out", __file__), f"--out {__file__}: "),
         (("--dtype", "int3"), "--dtype: invalid choice: 'int3'"),
         (("--draft-vocab", "3000"), "--draft-vocab 3000: give 16 to 2560"),
+        (("--memory-utilization", "1.5"), "'1.5' is not a share above 0 and up to 1"),
         (("--length", "9000"), "--length 9000: the target's context has 2048 tokens"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
