@@ -109,6 +109,27 @@ def route(
 
 
 @triton.jit
+def expert_of(tile, order_ptr, ends_ptr, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+    """Return (the expert of a tile of ROWS pairs, their indices in sorted order, True where there is one, the pairs).
+
+    `ends_ptr` [EXPERTS] are where each expert's pairs end in `order_ptr`. Tiles of an expert follow one another, and a
+    spare tile has the expert EXPERTS.
+    """
+    experts = tl.arange(0, triton.next_power_of_2(EXPERTS))
+    ends = tl.load(ends_ptr + experts, mask=experts < EXPERTS, other=0)
+    starts = tl.load(ends_ptr + experts - 1, mask=(experts > 0) & (experts < EXPERTS), other=0)
+    tiles = tl.where(experts < EXPERTS, tl.cdiv(ends - starts, ROWS), 0)
+    last_tiles = tl.cumsum(tiles, 0)
+    expert = tl.sum(((last_tiles <= tile) & (experts < EXPERTS)).to(tl.int32), 0)
+    is_own = experts == expert
+    start, end = tl.sum(tl.where(is_own, starts, 0), 0), tl.sum(tl.where(is_own, ends, 0), 0)
+    first = start + (tile - tl.sum(tl.where(is_own, last_tiles - tiles, 0), 0)) * ROWS
+    index = first + tl.arange(0, ROWS)
+    is_row = index < end
+    return expert, index, is_row, tl.load(order_ptr + index, mask=is_row, other=0)
+
+
+@triton.jit
 def expert_rows(
     x_ptr,
     weight_ptr,
@@ -136,22 +157,9 @@ def expert_rows(
     """
     GATE: tl.constexpr = share_ptr is None
     WIDTH: tl.constexpr = 2 * OUT if GATE else OUT
-    tile = tl.program_id(0)
-    experts = tl.arange(0, triton.next_power_of_2(EXPERTS))
-    ends = tl.load(ends_ptr + experts, mask=experts < EXPERTS, other=0)
-    starts = tl.load(ends_ptr + experts - 1, mask=(experts > 0) & (experts < EXPERTS), other=0)
-    tiles = tl.where(experts < EXPERTS, tl.cdiv(ends - starts, BLOCK_M), 0)
-    last_tiles = tl.cumsum(tiles, 0)
-    expert = tl.sum(((last_tiles <= tile) & (experts < EXPERTS)).to(tl.int32), 0)
+    expert, index, is_row, pair = expert_of(tl.program_id(0), order_ptr, ends_ptr, EXPERTS, BLOCK_M)
     if expert >= EXPERTS:
         return
-    is_expert = experts == expert
-    start = tl.sum(tl.where(is_expert, starts, 0), 0)
-    end = tl.sum(tl.where(is_expert, ends, 0), 0)
-    first = start + (tile - tl.sum(tl.where(is_expert, last_tiles - tiles, 0), 0)) * BLOCK_M
-    index = first + tl.arange(0, BLOCK_M)
-    is_row = index < end
-    pair = tl.load(order_ptr + index, mask=is_row, other=0)
     source = pair // TOP_K if GATE else index.to(tl.int64)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = columns < OUT
