@@ -14,7 +14,7 @@ from app.engine.cuda import experts, gated_delta, integers, products, rows
 from app.engine.cuda.attention import TILE_ROWS, Geometry, Heads, geometry, paged_attention
 from app.engine.device import accelerator
 from app.engine.device.base import AttentionMask, AttentionMetadata, Defaults, Graph, LayerKv
-from app.engine.device.moe import ExpertWeights, MoeConfig
+from app.engine.device.moe import ExpertWeights, MoeConfig, mixture
 from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
 from app.engine.quantised import QuantisedWeight, Weight
@@ -110,7 +110,7 @@ class CudaBackend(TorchBackend):
             FEW_ROWS if isinstance(weights.gate_up, Tensor) else 4 * FEW_ROWS
         )  # cuBLAS would need all experts dequantised
         if x.dtype == torch.bfloat16 and len(x) * config.num_experts_per_tok > few * config.num_experts:
-            return super().moe(x, weights, config)
+            return mixture(x, weights, config, self.grouped, experts.routed)
         return experts.mixture(x, weights, config)
 
     def grouped(self, x: Tensor, weight: Weight, ends: Tensor) -> Tensor:

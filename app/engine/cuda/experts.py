@@ -1,4 +1,4 @@
-"""A mixture of experts in Triton, for few rows an expert: the choice of experts, and both products of their MLPs.
+"""A mixture of experts in Triton: the choice of experts, and for few rows an expert both products of their MLPs.
 
 Pairs of a row and an expert are sorted by expert. A tile has up to BLOCK_M pairs of one expert, so a weight is read
 once for all of them. The number of tiles follows from tensor shapes, so a graph can hold a launch. A spare tile ends
@@ -10,50 +10,82 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.cuda.launch import INTERPRETED, items_per_program, operand
+from app.engine.cuda.launch import INTERPRETED, MAX_TILES, counters, dot_size, operand
 from app.engine.cuda.products import depth_of, widened
 from app.engine.device.base import ExpertWeights
-from app.engine.device.moe import SWIGLU_ALPHA, MoeConfig, by_expert, router_logits
+from app.engine.device.moe import SWIGLU_ALPHA, MoeConfig, Routing
 from app.engine.quantised import Weight
 
 BLOCK_M = tl.constexpr(16)
 """Pairs of a tile: the least number of rows of Triton's matrix product."""
+ROUTER_ROWS, ROUTER_EXPERTS, ROUTER_DEPTH = 16, 64, 64
+"""Rows, experts and numbers of K of a tile of the router's product."""
+ROUTER_SPLITS = 8
+MANY_TILES = 128
+"""Tiles of the router's product, without splits of K, that occupy a GPU."""
 
 
 def mixture(x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
     """Return `Backend.moe`."""
-    shares, chosen = routed(router_logits(x, weights), config)
-    order, _, ends = by_expert(chosen, config.num_experts)
-    gated = _multiply(x, weights.gate_up, weights.gate_up_bias, order, ends, None, config)
-    out = _multiply(gated, weights.down, weights.down_bias, order, ends, shares, config)
+    routing = routed(x, weights, config)
+    gated = _multiply(x, weights.gate_up, weights.gate_up_bias, routing, None, config)
+    out = _multiply(gated, weights.down, weights.down_bias, routing, routing.shares, config)
     return out.view(-1, config.num_experts_per_tok, x.shape[1]).sum(dim=1)
 
 
-def routed(logits: Tensor, config: MoeConfig) -> tuple[Tensor, Tensor]:
-    """Return (weights fp32, experts int32), each [T, k], like `device.moe.route`. The first of equal ones is taken."""
-    num_rows, num_experts = logits.shape
-    k = config.num_experts_per_tok
-    shares = torch.empty(num_rows, k, dtype=torch.float32, device=logits.device)
-    chosen = torch.empty(num_rows, k, dtype=torch.int32, device=logits.device)
-    rows = items_per_program(num_rows, on_gpu=4)
-    route[triton.cdiv(num_rows, rows),](
-        logits, shares, chosen, num_rows, EXPERTS=num_experts, TOP_K=k, NORMED=config.norm_topk_prob, ROWS=rows
+def routed(x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Routing:
+    """Return `device.moe.routed` by two launches. The first of equal experts is taken.
+
+    The router's product is in fp32. K has one split for any number of rows, and its parts are added in one order, so a
+    row's experts do not depend on the batch. With many rows a program makes all parts.
+    """
+    (num_rows, size), num_experts, k = x.shape, config.num_experts, config.num_experts_per_tok
+    block_e = min(ROUTER_EXPERTS, dot_size(num_experts))
+    splits = min(ROUTER_SPLITS, triton.cdiv(size, ROUTER_DEPTH))
+    row_tiles, tiles = triton.cdiv(num_rows, ROUTER_ROWS), triton.cdiv(num_experts, block_e)
+    loops = row_tiles * tiles >= MANY_TILES
+    assert row_tiles <= MAX_TILES
+    parts = torch.empty(1 if loops else splits, num_rows, num_experts, dtype=torch.float32, device=x.device)
+    shares = torch.empty(num_rows, k, dtype=torch.float32, device=x.device)
+    chosen = torch.empty(num_rows, k, dtype=torch.int32, device=x.device)
+    route[row_tiles, tiles, len(parts)](
+        x.contiguous(),
+        weights.router,
+        weights.router_bias,
+        parts,
+        counters(x.device),
+        shares,
+        chosen,
+        num_rows,
+        IN=size,
+        EXPERTS=num_experts,
+        TOP_K=k,
+        NORMED=config.norm_topk_prob,
+        SPLITS=splits,
+        LOOPS=loops,
+        ROWS=ROUTER_ROWS,
+        BLOCK_E=block_e,
+        BLOCK_K=ROUTER_DEPTH,
+        num_warps=8,
     )
-    return shares, chosen
+    order = torch.empty(num_rows * k, dtype=torch.int64, device=x.device)
+    ends = torch.empty(num_experts, dtype=torch.int32, device=x.device)
+    sort_pairs[num_experts,](chosen, order, ends, num_rows * k, BLOCK=2048, num_warps=8)
+    return Routing(shares, chosen, order, ends)
 
 
 def _multiply(
-    x: Tensor, w: Weight, bias: Tensor | None, order: Tensor, ends: Tensor, shares: Tensor | None, config: MoeConfig
+    x: Tensor, w: Weight, bias: Tensor | None, routing: Routing, shares: Tensor | None, config: MoeConfig
 ) -> Tensor:
     """Return the SwiGLU of all pairs in sorted order, or with `shares` the weighted outputs in the order of pairs."""
     data, scales = (w, None) if isinstance(w, Tensor) else (w.data, w.scales)
-    num_pairs, columns = len(order), data.shape[1] // (2 if shares is None else 1)
+    num_pairs, columns = len(routing.order), data.shape[1] // (2 if shares is None else 1)
     out = x.new_empty(num_pairs, columns)
     # Each expert that has pairs may have one tile that is not full.
     tiles = min(num_pairs, min(num_pairs, config.num_experts) + num_pairs // BLOCK_M.value)
     block_n = triton.next_power_of_2(columns) if INTERPRETED else 32 if shares is None else 64
     depth = triton.next_power_of_2(x.shape[1]) if INTERPRETED else 64
-    tensors = x, data, scales, bias, out, order, ends, shares
+    tensors = x, data, scales, bias, out, routing.order, routing.ends, shares
     expert_rows[tiles, triton.cdiv(columns, block_n)](
         *tensors,
         IN=x.shape[1],
@@ -72,24 +104,91 @@ def _multiply(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def route(
-    logits_ptr,
+    x_ptr,
+    router_ptr,
+    bias_ptr,
+    part_ptr,
+    arrived_ptr,
     share_ptr,
     chosen_ptr,
     num_rows,
+    IN: tl.constexpr,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     NORMED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LOOPS: tl.constexpr,
     ROWS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """Find the TOP_K largest of EXPERTS logits, and their softmax, for ROWS rows."""
-    BLOCK_E: tl.constexpr = triton.next_power_of_2(EXPERTS)
+    """Compute logits of BLOCK_E experts over one of SPLITS shares of IN, or over all with LOOPS. The last program of
+    ROWS rows finds their TOP_K largest logits and the softmax of these."""
+    PARTS: tl.constexpr = 1 if LOOPS else SPLITS
+    row_tile, split = tl.program_id(0), tl.program_id(2)
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    is_row = row < num_rows
+    expert = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    x = x_ptr + row.to(tl.int64)[None, :] * IN
+    router = router_ptr + expert[:, None] * IN
+    if LOOPS:
+        acc = tl.zeros([BLOCK_E, ROWS], tl.float32)
+        for share in range(SPLITS):
+            acc += logits_of(x, router, is_row, expert, share, IN, EXPERTS, SPLITS, BLOCK_K)
+    else:
+        acc = logits_of(x, router, is_row, expert, split, IN, EXPERTS, SPLITS, BLOCK_K)
+    own = part_ptr + (split * num_rows + row).to(tl.int64)[None, :] * EXPERTS + expert[:, None]
+    tl.store(own, acc, mask=is_row[None, :] & (expert < EXPERTS)[:, None])
+    tl.debug_barrier()  # all warps have stored before one of them counts
+    if tl.atomic_add(arrived_ptr + row_tile, 1, sem="acq_rel") == tl.num_programs(1) * PARTS - 1:
+        tl.store(arrived_ptr + row_tile, 0)
+        BLOCK: tl.constexpr = triton.next_power_of_2(EXPERTS)
+        experts = tl.arange(0, BLOCK)[None, :]
+        inside = is_row[:, None] & (experts < EXPERTS)
+        logits = tl.zeros([ROWS, BLOCK], tl.float32)
+        for part in tl.static_range(PARTS):
+            offset = (part * num_rows + row).to(tl.int64)[:, None] * EXPERTS + experts
+            # Reads bypass the multiprocessor's L1 cache, which may still hold an earlier launch's.
+            logits += tl.load(part_ptr + offset, mask=inside, other=0.0, cache_modifier=".cg")
+        if bias_ptr is not None:
+            logits += tl.load(bias_ptr + experts, mask=experts < EXPERTS, other=0.0)
+        logits = tl.where(inside, logits, float("-inf"))
+        choose(logits, share_ptr, chosen_ptr, row, is_row, EXPERTS, TOP_K, NORMED)
+
+
+@triton.jit
+def logits_of(
+    x,
+    router,
+    is_row,
+    expert,
+    share,
+    IN: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return the sums over a share of IN."""
+    STEPS: tl.constexpr = triton.cdiv(IN, SPLITS * BLOCK_K)
+    acc = tl.zeros([router.shape[0], x.shape[1]], tl.float32)
+    for step in range(STEPS):
+        dims = (share * STEPS + step) * BLOCK_K + tl.arange(0, BLOCK_K)
+        inside = dims < IN
+        w = tl.load(router + dims[None, :], mask=(expert < EXPERTS)[:, None] & inside[None, :], other=0.0)
+        rows = tl.load(x + dims[:, None], mask=is_row[None, :] & inside[:, None], other=0.0)
+        acc = tl.dot(w, rows.to(tl.float32), acc, input_precision="tf32x3")
+    return acc
+
+
+@triton.jit
+def choose(left, share_ptr, chosen_ptr, row, is_row, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMED: tl.constexpr):
+    """Find the TOP_K largest of logits `left` [rows, experts], and their softmax. Those outside are -inf."""
+    ROWS: tl.constexpr = left.shape[0]
+    BLOCK_E: tl.constexpr = left.shape[1]
     BLOCK_K: tl.constexpr = triton.next_power_of_2(TOP_K)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     experts, slots = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
-    inside = (row < num_rows)[:, None] & (experts < EXPERTS)
-    left = tl.load(logits_ptr + row.to(tl.int64)[:, None] * EXPERTS + experts, mask=inside, other=float("-inf"))
     is_lost = tl.sum((left != left).to(tl.int32), 1) > 0
-    highest = tl.where((row < num_rows) & (is_lost == 0), tl.max(left, 1), 0.0)
+    highest = tl.where(is_row & (is_lost == 0), tl.max(left, 1), 0.0)
     total = tl.sum(tl.exp(left - highest[:, None]), 1)
     shares = tl.zeros([ROWS, BLOCK_K], tl.float32)
     chosen = tl.zeros([ROWS, BLOCK_K], tl.int32)
@@ -102,10 +201,29 @@ def route(
         left = tl.where(experts == first[:, None], float("-inf"), left)
     if NORMED:
         total = tl.sum(shares, 1)
-    total = tl.where(row < num_rows, tl.where(is_lost, float("nan"), total), 1.0)
-    offset, inside = row.to(tl.int64)[:, None] * TOP_K + slots, (row < num_rows)[:, None] & (slots < TOP_K)
+    total = tl.where(is_row, tl.where(is_lost, float("nan"), total), 1.0)
+    offset, inside = row.to(tl.int64)[:, None] * TOP_K + slots, is_row[:, None] & (slots < TOP_K)
     tl.store(share_ptr + offset, shares / total[:, None], mask=inside)
     tl.store(chosen_ptr + offset, chosen, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def sort_pairs(chosen_ptr, order_ptr, ends_ptr, num_pairs, BLOCK: tl.constexpr):
+    """Write the pairs of one expert, in their order, behind those of all lower experts, and where they end."""
+    expert = tl.program_id(0)
+    place, count = 0, 0
+    for first in range(0, num_pairs, BLOCK):
+        pair = first + tl.arange(0, BLOCK)
+        chosen = tl.load(chosen_ptr + pair, mask=pair < num_pairs, other=tl.num_programs(0))
+        place += tl.sum((chosen < expert).to(tl.int32), 0)
+        count += tl.sum((chosen == expert).to(tl.int32), 0)
+    tl.store(ends_ptr + expert, place + count)
+    for first in range(0, num_pairs, BLOCK):
+        pair = first + tl.arange(0, BLOCK)
+        is_own = tl.load(chosen_ptr + pair, mask=pair < num_pairs, other=tl.num_programs(0)) == expert
+        own = tl.cumsum(is_own.to(tl.int32), 0)
+        tl.store(order_ptr + place + own - 1, pair.to(tl.int64), mask=is_own)
+        place += tl.max(own, 0)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """Mixture of experts in plain PyTorch, without a value read by the host."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,15 @@ from app.engine.device.base import ExpertWeights
 from app.engine.quantised import Weight
 
 Multiply = Callable[[Tensor, Weight, Tensor], Tensor]
+
+
+class Routing(NamedTuple):
+    """The experts of T rows. Pair t * k + j is of row t and of its expert `chosen[t, j]`."""
+
+    shares: Tensor  # [T, k] fp32, the weights of a row's experts
+    chosen: Tensor  # [T, k]
+    order: Tensor  # [T * k] int64, the pairs sorted by expert, those of one expert by row
+    ends: Tensor  # [E] int32, where each expert's pairs end
 
 
 def router_logits(x: Tensor, weights: ExpertWeights) -> Tensor:
@@ -33,12 +43,12 @@ def gated(gate_up: Tensor, config: MoeConfig) -> Tensor:
     return (up + 1) * gate * torch.sigmoid(SWIGLU_ALPHA * gate)
 
 
-def by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (pairs int64 [T * k] sorted by expert, their experts, the end int32 [E] of each expert's pairs).
-    Pair t * k + j is of row t and of its expert `chosen[t, j]`."""
+def routed(x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Routing:
+    """Return the experts of rows [T, H]."""
+    shares, chosen = route(router_logits(x, weights), config)
     experts, order = chosen.flatten().sort(stable=True)
-    following = torch.arange(1, num_experts + 1, device=chosen.device, dtype=chosen.dtype)
-    return order, experts, torch.searchsorted(experts, following, out_int32=True)
+    following = torch.arange(1, config.num_experts + 1, device=chosen.device, dtype=chosen.dtype)
+    return Routing(shares, chosen, order, torch.searchsorted(experts, following, out_int32=True))
 
 
 def grouped(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
@@ -48,17 +58,21 @@ def grouped(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
     return F.grouped_mm(x, dense.transpose(1, 2), offs=ends)
 
 
-def mixture(x: Tensor, weights: ExpertWeights, config: MoeConfig, multiply: Multiply = grouped) -> Tensor:
+def mixture(
+    x: Tensor,
+    weights: ExpertWeights,
+    config: MoeConfig,
+    multiply: Multiply = grouped,
+    route_rows: Callable[[Tensor, ExpertWeights, MoeConfig], Routing] = routed,
+) -> Tensor:
     """Return the weighted sum [T, H] of the outputs of each row's k experts: two products like `grouped` over pairs
     sorted by expert. A row's pairs are added in fp32, in the order of their weights, in any batch."""
-    shares, chosen = route(router_logits(x, weights), config)
-    k = config.num_experts_per_tok
-    order, experts, ends = by_expert(chosen, config.num_experts)
-    hidden = _plus(multiply(x[order // k], weights.gate_up, ends), weights.gate_up_bias, experts)
-    out = _plus(multiply(gated(hidden, config), weights.down, ends), weights.down_bias, experts)
-    pairs = torch.empty_like(out).index_copy_(0, order, out)
-    return (pairs.view(-1, k, out.shape[1]) * shares.unsqueeze(2)).sum(dim=1).to(x.dtype)
+    routing, k = route_rows(x, weights, config), config.num_experts_per_tok
+    hidden = _plus(multiply(x[routing.order // k], weights.gate_up, routing.ends), weights.gate_up_bias, routing)
+    out = _plus(multiply(gated(hidden, config), weights.down, routing.ends), weights.down_bias, routing)
+    pairs = torch.empty_like(out).index_copy_(0, routing.order, out)
+    return (pairs.view(-1, k, out.shape[1]) * routing.shares.unsqueeze(2)).sum(dim=1).to(x.dtype)
 
 
-def _plus(out: Tensor, bias: Tensor | None, experts: Tensor) -> Tensor:
-    return out if bias is None else out + bias[experts].to(out.dtype)
+def _plus(out: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
+    return out if bias is None else out + bias[routing.chosen.flatten()[routing.order]].to(out.dtype)

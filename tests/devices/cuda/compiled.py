@@ -42,11 +42,13 @@ MASKS = [AttentionMask(causal=True), AttentionMask(causal=False)]
 WINDOWED = [AttentionMask(causal, 2048) for causal in (True, False)]
 SINKS = [(64, 8, 64, torch.bfloat16)]
 """Attention with sinks, of gpt-oss. It is compiled without them first, so a kernel that is new has them."""
-EXPERTS = {
-    2048: MoeConfig(128, 8, intermediate_size=768, norm_topk_prob=True),
-    2880: MoeConfig(32, 4, intermediate_size=2880, norm_topk_prob=True, has_bias=True, swiglu_limit=7.0),
-}
-"""Hidden size -> experts of Qwen3-30B-A3B and of gpt-oss-20b."""
+EXPERTS = [
+    (2048, MoeConfig(128, 8, intermediate_size=768, norm_topk_prob=True)),
+    (2048, MoeConfig(256, 8, intermediate_size=512, norm_topk_prob=True)),
+    (2048, MoeConfig(512, 10, intermediate_size=512, norm_topk_prob=True)),
+    (2880, MoeConfig(32, 4, intermediate_size=2880, norm_topk_prob=True, has_bias=True, swiglu_limit=7.0)),
+]
+"""Hidden sizes and experts of Qwen3-30B-A3B, Qwen3.6-35B-A3B, Qwen3-Next-80B-A3B and gpt-oss-20b."""
 GATED_DELTA = [(16, 48, 128), (4, 4, 256)]
 """(heads of q and k, heads of v, head size) of Qwen3.5-27B, and the largest head."""
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
@@ -143,9 +145,9 @@ def launch_quantised_products(backend: CudaBackend, config: dict[str, Any]) -> N
 
 def launch_quantised_experts(backend: CudaBackend) -> None:
     """Experts of Qwen3-30B-A3B in blocks of 128 and with a scale a row, and dequantised for many rows."""
-    moe = EXPERTS[2048]
-    router = empty(moe.num_experts, 2048, dtype=torch.float32)
-    shapes = [(moe.num_experts, 2 * moe.intermediate_size, 2048), (moe.num_experts, 2048, moe.intermediate_size)]
+    hidden, moe = EXPERTS[0]
+    router = empty(moe.num_experts, hidden, dtype=torch.float32)
+    shapes = [(moe.num_experts, 2 * moe.intermediate_size, hidden), (moe.num_experts, hidden, moe.intermediate_size)]
     for kind, groups in ((torch.float8_e4m3fn, 128), (torch.int8, 0)):
         weights = []
         for count, out, size in shapes:
@@ -153,7 +155,7 @@ def launch_quantised_experts(backend: CudaBackend) -> None:
             weight = QuantisedWeight(empty(count, out, size, dtype=kind), scales, torch.bfloat16)
             weights.append(backend.pack_quantised(weight))
         for rows in (1, 16, 256, 257):
-            backend.moe(empty(rows, 2048), ExpertWeights(router, *weights), moe)
+            backend.moe(empty(rows, hidden), ExpertWeights(router, *weights), moe)
 
 
 def launch_fixed_attention() -> None:
@@ -212,7 +214,7 @@ def launch_gated_delta(backend: CudaBackend) -> None:
 
 
 def launch_experts() -> None:
-    for hidden, moe in EXPERTS.items():
+    for hidden, moe in EXPERTS:
         for dtype in (torch.bfloat16, torch.float32):
             count, inner = moe.num_experts, moe.intermediate_size
             shapes = [(count, 2 * inner, hidden), (count, hidden, inner)]

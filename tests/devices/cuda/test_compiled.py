@@ -18,8 +18,8 @@ REGISTERS = 65536
 WEIGHT = 1
 """Number of the weight among the arguments of `product`."""
 KERNELS = (
-    "attend combine norm gated convolved rope_and_write locate_rows embed accept advance route expert_rows mix recur "
-    "product dequantise"
+    "attend combine norm gated convolved rope_and_write locate_rows embed accept advance route sort_pairs "
+    "expert_rows mix recur product dequantise"
 ).split()
 
 
@@ -77,7 +77,7 @@ def test_experts_in_8_bits_are_compiled_and_a_multiprocessor_holds_four(kernels:
     """A program has 128 threads and one tile of 16 pairs, so that several hide one another's waits."""
     found = [kernel for kernel in kernels if kernel["model"] == "quantised" and kernel["kernel"] != "product"]
     names = [kernel["kernel"] for kernel in found]
-    assert set(names) <= {"expert_rows", "dequantise", "route"}
+    assert set(names) <= {"expert_rows", "dequantise", "route", "sort_pairs"}
     assert names.count("expert_rows") == 4 and names.count("dequantise") >= 2  # gate and up, and down, of both kinds
     for kernel in found:
         assert 4 * kernel["registers"] * kernel["warps"] * 32 <= REGISTERS and 4 * kernel["shared"] <= SHARED_MEMORY

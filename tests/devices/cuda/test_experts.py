@@ -11,7 +11,7 @@ from torch import Tensor
 from app.engine.cuda import experts, products
 from app.engine.cuda.backend import CudaBackend
 from app.engine.device.base import ExpertWeights
-from app.engine.device.moe import MoeConfig, mixture, route
+from app.engine.device.moe import MoeConfig, Routing, mixture, route, routed
 from app.engine.quantised import QuantisedWeight
 from tests.costs import landing_ones
 from tests.fast.engine.quantised import E4M3
@@ -124,12 +124,51 @@ def test_all_rows_may_have_the_same_experts() -> None:
     torch.testing.assert_close(experts.mixture(alike, weights, MOE), mixture(alike, weights, MOE), atol=1e-5, rtol=1e-5)
 
 
+def by_logits(logits: Tensor) -> tuple[Tensor, ExpertWeights]:
+    """Return rows and a router whose product they are."""
+    nothing = torch.empty(0)
+    return logits, ExpertWeights(torch.eye(logits.shape[1]), nothing, nothing)
+
+
 def test_the_first_of_equal_experts_is_taken_and_a_row_of_nan_has_experts_that_exist() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 1.0, 3.0, 0.0], [torch.nan] * 6, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]])
-    shares, chosen = experts.routed(logits, MOE)
+    shares, chosen, *_ = experts.routed(*by_logits(logits), MOE)
     assert chosen[0].tolist() == [1, 2, 4] and chosen[2].tolist() == [5, 4, 3]
     assert shares[1].isnan().all() and 0 <= int(chosen[1].min()) <= int(chosen[1].max()) < 6
     torch.testing.assert_close(shares[2], route(logits[2:], MOE)[0][0])
+
+
+@pytest.mark.parametrize(
+    ("rows", "count", "k", "hidden", "has_bias"),
+    [(1, 256, 8, 200, False), (20, 512, 10, 70, True), (300, 128, 8, 200, True), (70, 6, 3, 2050, False)],
+)
+def test_rows_find_their_experts_and_experts_their_rows(rows, count, k, hidden, has_bias):
+    moe = MoeConfig(count, k, intermediate_size=1, norm_topk_prob=has_bias, has_bias=has_bias)
+    x, weights = made(moe, rows, torch.bfloat16, hidden)
+    found, wanted = experts.routed(x, weights, moe), routed(x, weights, moe)
+    torch.testing.assert_close(found.shares, wanted.shares, atol=1e-6, rtol=1e-5)
+    assert torch.equal(found.chosen.long(), wanted.chosen)
+    assert torch.equal(found.order, wanted.order) and torch.equal(found.ends, wanted.ends)
+    assert found.order.dtype == wanted.order.dtype and found.ends.dtype == wanted.ends.dtype
+
+
+def test_a_rows_experts_have_the_same_bits_in_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By programs of a share of K each, and by one that makes all shares."""
+    moe = replace(MOE, num_experts=70)
+    x, weights = made(moe, 40, torch.bfloat16, hidden=600)
+    apart = experts.routed(x, weights, moe)
+    alone = [experts.routed(row[None], weights, moe) for row in x[::8]]
+    monkeypatch.setattr(experts, "MANY_TILES", 1)
+    for found in (Routing(*map(torch.cat, zip(*alone, strict=True))), experts.routed(x[::8], weights, moe)):
+        assert torch.equal(found.shares, apart.shares[::8]) and torch.equal(found.chosen, apart.chosen[::8])
+
+
+def test_pairs_of_more_than_one_block_stay_in_order() -> None:
+    chosen = torch.randint(0, 5, (1500, 3), generator=torch.Generator().manual_seed(0))
+    x, weights = by_logits(torch.zeros(1500, 5).scatter_(1, chosen, 1.0) - torch.arange(5) * 0.01)
+    moe = replace(MOE, num_experts=5)
+    found, wanted = experts.routed(x, weights, moe), routed(x, weights, moe)
+    assert torch.equal(found.order, wanted.order) and torch.equal(found.ends, wanted.ends)
 
 
 def test_a_row_of_nan_reaches_no_other_row() -> None:
