@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.checkpoint.shapes import DecoderConfig
@@ -21,6 +22,7 @@ from app.engine.quantised import QuantisedWeight, Weight
 
 DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS")
 """Parts of messages after which no other call of the process can use the device."""
+HOPPER = (9, 0)
 HEAD_DIMS = (16, 32, 64, 128, 256)
 FEW_ROWS = 16
 """Average rows of an expert up to which our kernel is used: the rows of its tile, so each weight is read about once."""
@@ -44,6 +46,8 @@ class CudaBackend(TorchBackend):
         if self.on_gpu:
             torch.cuda.set_device(device)
             self.defaults = Defaults(dtype=torch.bfloat16, page_size=16, max_num_seqs=256, max_blocks=64)
+        # On a CPU the backend answers like an H200.
+        self.capability = torch.cuda.get_device_capability(device) if self.on_gpu else (9, 0)
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if self.on_gpu else 4
         self._graph_pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
         # PyTorch's default stream for captures is shared, and the end of another engine's graph frees the cuBLAS
@@ -87,17 +91,20 @@ class CudaBackend(TorchBackend):
 
     def multiplies(self, weight: QuantisedWeight) -> bool:
         """Return True for what `products` multiplies by, on Hopper and later, whose instructions it has."""
-        return products.multiplies(weight) and (
-            not self.on_gpu or torch.cuda.get_device_capability(self.device) >= (9, 0)
-        )
+        return products.multiplies(weight) and self.capability >= HOPPER
 
     def pack_quantised(self, weight: QuantisedWeight) -> QuantisedWeight:
         """Return the weight with scales of neighbouring rows side by side."""
         return replace(weight, scales=weight.scales.mT.contiguous().mT)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        """Return `Backend.linear`. With many rows a quantised weight is dequantised for cuBLAS."""
-        if isinstance(weight, Tensor) or len(x) > MANY_ROWS:
+        """Return `Backend.linear`: of few rows by our product where that is faster, else by cuBLAS. With many rows a
+        quantised weight is dequantised for cuBLAS."""
+        if isinstance(weight, Tensor):
+            if self.capability == HOPPER and (launch := products.few_rows(weight, len(x), self.multiprocessors)):
+                return products.linear(x, weight, bias, self.multiprocessors, launch)
+            return F.linear(x, weight, bias)
+        if len(x) > MANY_ROWS:
             return super().linear(x, products.dense(weight), bias)
         return products.linear(x, weight, bias, self.multiprocessors, fixed=False)
 

@@ -1,4 +1,4 @@
-"""Matrix products C = X W^T: by quantised weights, and whose rows have the same bits in every batch
+"""Matrix products C = X W^T: of few rows, by quantised weights, and whose rows have the same bits in every batch
 (`--batch-invariant`).
 
 A tile of W has 64 rows or more, which fill the tensor core's wide side, and the rows of X are the narrow one. Tiles
@@ -23,6 +23,10 @@ ROWS = 64
 """Rows of X in a tile."""
 DEPTHS = (128, 64, 32, 16)
 MAX_SPLITS = 8
+FEW_ROWS = 32
+"""Rows up to which the launches of `few_rows` were faster than cuBLAS on an H200."""
+LEAST_SHARE, LONG_SHARE = 2048, 3072
+"""Numbers of K that a split has at least, with up to one program a multiprocessor and with up to two."""
 INT8 = tl.constexpr(
     """{ .reg .b32 t, u; cvt.u32.u16 t, $1;
     prmt.b32 t, t, 0, 0x4140;
@@ -89,12 +93,42 @@ def product_of(weight: Weight, multiprocessors: int, num_rows: int = ROWS) -> Pr
     return Product(x_rows, rows, depth, splits, rows // 16)
 
 
-def linear(x: Tensor, weight: Weight, bias: Tensor | None, multiprocessors: int, *, fixed: bool = True) -> Tensor:
-    """Return x @ weight.T + bias `[T, out]` for x `[T, in]` of any number of rows, rounded once. If `fixed` a row has
-    the same bits in every batch."""
+def few_rows(weight: Tensor, num_rows: int, multiprocessors: int) -> Product | None:
+    """Return the launch for few rows if it is faster than cuBLAS's by what an H200 showed, else None.
+
+    It was so for Qwen3-8B's products in 16 bits but gate_up, whose tiles fill the places of programs, two on a
+    multiprocessor, one and a half times. A weight goes this way if its programs fill them once or many times over, and
+    each reads as much as those that were measured. Other sizes were not measured, small ones least of all.
+    """
+    (out_features, in_features), rows, depth = weight.shape, 64, DEPTHS[0]
+    if num_rows > FEW_ROWS or weight.itemsize != 2 or in_features % depth or in_features < LEAST_SHARE:
+        return None
+    tiles, splits = triton.cdiv(out_features, rows), 1
+    while splits < MAX_SPLITS and in_features % (2 * splits * depth) == 0:
+        share = in_features // (2 * splits)
+        most = 2 if share >= LONG_SHARE else 1 if share >= LEAST_SHARE else 0
+        if 2 * splits * tiles > most * multiprocessors:
+            break
+        splits *= 2
+    programs = tiles * splits / multiprocessors
+    fills = 2 / 3 <= programs <= 2 or programs >= 16
+    return Product(dot_size(num_rows), rows, depth, splits, rows // 16) if fills else None
+
+
+def linear(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    multiprocessors: int,
+    launch: Product | None = None,
+    *,
+    fixed: bool = True,
+) -> Tensor:
+    """Return x @ weight.T + bias `[T, out]` for x `[T, in]`, rounded once. A `launch` of `few_rows` takes as many rows
+    as it was made for. Without one any number is taken, and if `fixed` a row has the same bits in every batch."""
     data, scales = (weight, None) if isinstance(weight, Tensor) else (weight.data, weight.scales)
     (num_rows, in_features), out_features = x.shape, len(data)
-    launch = product_of(weight, multiprocessors, ROWS if fixed else num_rows)
+    launch = launch or product_of(weight, multiprocessors, ROWS if fixed else num_rows)
     tiles, row_tiles = triton.cdiv(out_features, launch.rows), triton.cdiv(num_rows, launch.x_rows)
     one_program = row_tiles * tiles >= multiprocessors
     out = x.new_empty(num_rows, out_features)

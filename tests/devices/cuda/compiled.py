@@ -123,6 +123,13 @@ def launch_all(config: dict[str, Any], backend: CudaBackend) -> None:
         backend.advance_by_accepted(verified, numbers(num_seqs), numbers(rows), *(numbers(num_seqs) for _ in range(3)))
 
 
+def launch_products_of_few_rows(backend: CudaBackend) -> None:
+    """Products of 16 and of 32 rows, in parts and not, with biases."""
+    for dtype, (out, size) in product((torch.bfloat16, torch.float16), ((6144, 4096), (4096, 12288))):
+        for rows, bias in product((1, 16, products.FEW_ROWS), (None, empty(out, dtype=dtype))):
+            backend.linear(empty(rows, size, dtype=dtype), empty(out, size, dtype=dtype), bias)
+
+
 def launch_fixed_products() -> None:
     """Products whose tiles are the same for any rows, in splits of programs and of one, for all types, with biases."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -247,7 +254,7 @@ def report(models: list[str]) -> Iterator[dict[str, Any]]:
     compiled, backend = compile_only(), CudaBackend(torch.device("cpu"))
     backend.multiprocessors = 132
     seen = set()
-    for model in [*models, "others", "sinks", "fixed", "quantised"]:
+    for model in ["few rows", *models, "others", "sinks", "fixed", "quantised"]:
         if model in TARGETS:
             launch_all(TARGETS[model], backend)
         elif model == "sinks":
@@ -255,6 +262,8 @@ def report(models: list[str]) -> Iterator[dict[str, Any]]:
         elif model == "quantised":
             launch_quantised_products(backend, TARGETS["qwen3-8b"])
             launch_quantised_experts(backend)
+        elif model == "few rows":
+            launch_products_of_few_rows(backend)
         elif model == "fixed":
             launch_fixed_products()
             launch_fixed_attention()

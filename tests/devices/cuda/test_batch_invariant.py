@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -54,10 +55,10 @@ def places(count: int) -> list[int]:
     return sorted({0, count // 2, count - 1})
 
 
-def assert_rows_alone(run: Any, row: Tensor) -> None:
+def assert_rows_alone(run: Any, row: Tensor, counts: Sequence[int] = COUNTS) -> None:
     """`run` of rows gives `row` the same bits among any number of others."""
     alone = run(row[None])[0]
-    for count in COUNTS:
+    for count in counts:
         for place in places(count):
             rows = normal(count, *row.shape, seed=count, dtype=row.dtype)
             rows[place] = row
@@ -71,6 +72,20 @@ def test_a_product_of_a_row(dtype: torch.dtype, multiprocessors: int) -> None:
     assert (products.product_of(weight, multiprocessors).splits > 1) == (multiprocessors > 1)
     some = bias if multiprocessors == 4 else None
     assert_rows_alone(lambda rows: products.linear(rows, weight, some, multiprocessors), x)
+
+
+@pytest.mark.parametrize("in_features", [2048, 6144], ids=["whole", "parts"])
+def test_a_product_of_few_rows_of_a_row_in_a_block(in_features: int) -> None:
+    """Without --batch-invariant too: a plain row and a verified one differ by other products alone."""
+    weight = normal(128, in_features, dtype=torch.bfloat16)
+    multiprocessors = 2 if in_features == 2048 else 4
+
+    def multiply(rows: Tensor) -> Tensor:
+        launch = products.few_rows(weight, len(rows), multiprocessors)
+        assert launch and (launch.splits > 1) == (in_features == 6144)
+        return products.linear(rows, weight, None, multiprocessors, launch)
+
+    assert_rows_alone(multiply, normal(in_features, dtype=torch.bfloat16), (1, 16, products.FEW_ROWS))
 
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=str)

@@ -57,6 +57,13 @@ def test_attention_over_whole_blocks_is_on_the_tensor_cores_own_instructions(ker
     assert all(2 * kernel["shared"] <= SHARED_MEMORY for kernel in attends), "two programs stand beside one another"
 
 
+def test_products_of_few_rows_are_on_them_and_a_multiprocessor_holds_two(kernels: list[dict[str, Any]]) -> None:
+    found = [kernel for kernel in kernels if kernel["model"] == "few rows"]
+    assert len(found) == 16 and all(kernel["kernel"] == "product" and kernel["wgmma"] for kernel in found)
+    assert all(2 * kernel["shared"] <= SHARED_MEMORY for kernel in found)
+    assert all(2 * kernel["registers"] * kernel["warps"] * 32 <= REGISTERS for kernel in found)
+
+
 def test_fixed_launches_are_on_them_too(kernels: list[dict[str, Any]]) -> None:
     fixed = [kernel for kernel in kernels if kernel["model"] == "fixed"]
     products = [kernel["wgmma"] for kernel in fixed if kernel["kernel"] == "product"]

@@ -136,7 +136,6 @@ def test_before_hopper_weights_are_dequantised(
 ) -> None:
     """The conversions of two numbers at a time are instructions of sm_90."""
     backend = CudaBackend(torch.device("cpu"))
-    monkeypatch.setattr(backend, "on_gpu", True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(backend, "capability", capability)
     weight = QuantisedWeight.int8(torch.ones(64, 64, dtype=torch.bfloat16))
     assert isinstance(backend.pack_linear(weight), QuantisedWeight) is multiplied
