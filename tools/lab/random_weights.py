@@ -9,6 +9,7 @@ import json
 import shutil
 import zlib
 from collections.abc import Callable, Collection, Iterable
+from math import gcd
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,12 +23,14 @@ from app.config.error import ConfigError
 from app.engine.checkpoint.draft import draft_config
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import DEMO, Checkpoint
+from app.engine.checkpoint.quantised import block_size
 from app.engine.device.factory import make_backend
 from app.engine.dflash.model import DFlashModel
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import Engine, build_engine
 from app.engine.load.loader import target_class
 from app.engine.models.weights import Part
+from app.engine.quantised import QuantisedWeight, Weight
 
 BANNER = "RANDOM WEIGHTS: the tokens are meaningless; the sizes, and so the times, are those of the real model."
 
@@ -73,8 +76,12 @@ _QWEN3_5 = {key: value for key, value in _QWEN3.items() if not key.startswith(("
     "linear_value_head_dim": 128,
 }
 
+_HYBRID_LAYERS = ["linear_attention"] * 3 + ["full_attention"]
+_FP8 = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+_QWEN3_8B = _qwen3(4096, 12288, 36, 32, tied=False)
+
 TARGETS = {
-    "qwen3-8b": _qwen3(4096, 12288, 36, 32, tied=False),
+    "qwen3-8b": _QWEN3_8B,
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
     "qwen3.5-0.8b": _QWEN3_5
@@ -86,11 +93,76 @@ TARGETS = {
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 16,
         "tie_word_embeddings": True,
-        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6,
+        "layer_types": _HYBRID_LAYERS * 6,
+    },
+    "qwen3-8b-fp8": _QWEN3_8B | _FP8,
+    "qwen3.8-27b-fp8": _QWEN3_5
+    | _FP8
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "tie_word_embeddings": False,
+        "layer_types": _HYBRID_LAYERS * 16,
+        "draft_block_size": 8,
+    },
+    "qwen3-30b-a3b-fp8": _qwen3(2048, 6144, 48, 32, tied=False)
+    | _FP8
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "dtype": "bfloat16",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "swiglu_limit": 7.0,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "rope_theta": 150000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+        "quantization_config": {"quant_method": "mxfp4"},
     },
 }
-"""Name -> contents of the published config.json."""
+"""Name -> contents of the published config.json; `draft_block_size` is of the published draft, BLOCK_SIZE without."""
 
+_SHARED = (
+    "dtype hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size hidden_act "
+    "rms_norm_eps max_position_embeddings"
+).split()
+"""Fields of a target that its draft has too."""
 DEMO_PAIR = "demo"
 DEMO_POSITIONS = 16384
 """More than the 1,024 that the demo pair was trained for."""
@@ -102,7 +174,7 @@ class RandomWeights:
 
     Norms are ones. Other tensors are normal, scaled to keep the size of a projection's input. A tensor depends on
     the names of the folder and the tensor; kinds of device may differ. Optional tensors are missing, so a draft shares
-    the target's embedding and lm_head.
+    the target's embedding and lm_head. Weights of products are quantised as the `quantization_config` says.
     """
 
     names: Iterable[str] = ()
@@ -113,35 +185,62 @@ class RandomWeights:
         device: torch.device,
         dtype: torch.dtype,
         on_progress: Callable[[int, int], None],
-        kept: Collection[str] = (),  # of stored dtypes, which these weights have not
+        kept: Collection[str] = (),  # stored dtypes, which all devices of these weights have
     ) -> None:
         self._model = checkpoint.folder.name
+        self._config = checkpoint.config
+        self._method: dict[str, Any] = self._config.get("quantization_config", {})
         self._device = device
         self._dtype = dtype
         self._on_progress = on_progress
         self._made = 0
 
     def __contains__(self, name: str) -> bool:
-        return False
+        return self._method.get("quant_method") == "mxfp4" and name.endswith("_proj_blocks")
 
     def num_bytes(self, multiplies: object, *, to_int8: bool) -> int:
         return 0  # unknown, so a model that does not fit is found out while it is made
 
     def get(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        if dtype in (torch.int64, torch.uint8):
+        if dtype == torch.int64:
             raise UnsupportedError(f"{name}: no random whole numbers are made")
-        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
-        if len(shape) == 1:
+        dtype = dtype or self._dtype
+        tensor = torch.empty(shape, dtype=dtype if dtype == torch.uint8 else self._dtype, device=self._device)
+        if dtype == torch.uint8:
+            # Scales of mxfp4 from 2^-9 to 2^-7 keep the size of an input of some thousand numbers.
+            low, high = (118, 121) if name.endswith("_scales") else (0, 256)
+            tensor.random_(low, high, generator=self._noise(name))
+        elif len(shape) == 1:
             tensor.fill_(1.0)
         else:
-            seed = zlib.crc32(f"{self._model} {name}".encode())
-            tensor.normal_(std=shape[-1] ** -0.5, generator=torch.Generator(self._device).manual_seed(seed))
+            tensor.normal_(std=shape[-1] ** -0.5, generator=self._noise(name))
+        return self._counted(part.of(tensor) if part else tensor).to(dtype)
+
+    def get_linear(self, name: str, *shape: int, part: Part | None = None) -> Weight:
+        method = self._method.get("quant_method")
+        if method not in ("fp8", "compressed-tensors"):
+            return self.get(name, *shape, part=part)
+        is_fp8 = method == "fp8" or self._method.get("format") != "int-quantized"
+        rows, columns = block_size(self._config) if method == "fp8" else (1, shape[1])
+        kind, largest = (torch.float8_e4m3fn, 448) if is_fp8 else (torch.int8, 127)
+        std, noise = largest / 6, self._noise(name)  # six deviations are as rare as a number of a large model
+        data = torch.empty(shape, dtype=self._dtype, device=self._device).normal_(std=std, generator=noise)
+        data = data.clamp_(-largest, largest).to(kind).view(torch.int8)
+        scales = torch.empty(-(-shape[0] // rows), shape[1] // gcd(shape[1], columns), device=self._device)
+        scales.uniform_(0.5, 1.5, generator=noise).mul_(shape[1] ** -0.5 / std)
+        scales = scales.repeat_interleave(rows, 0)[: shape[0]]
+        if part:
+            data = part.of(data)
+            scales = part.of(scales) if part.axis == 0 else scales[:, : data.shape[1] // gcd(shape[1], columns)]
+        return QuantisedWeight(self._counted(data).view(kind), scales.contiguous(), self._dtype)
+
+    def _noise(self, name: str) -> torch.Generator:
+        return torch.Generator(self._device).manual_seed(zlib.crc32(f"{self._model} {name}".encode()))
+
+    def _counted(self, tensor: Tensor) -> Tensor:
         self._made += tensor.nbytes
         self._on_progress(self._made, self._made)
-        return (part.of(tensor) if part else tensor).to(dtype or self._dtype)
-
-    def get_linear(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
-        return self.get(name, *shape, part=part)
+        return tensor
 
     def skip(self, name: str) -> None:
         return
@@ -228,14 +327,13 @@ def draft_for(target: dict[str, Any]) -> dict[str, Any]:
     """Return a draft's config: the target's sizes, but few layers. A target with few layers gets fewer taps too."""
     num_layers, vocab_size = target["num_hidden_layers"], target["vocab_size"]
     layers = max(1, min(DRAFT_LAYERS, num_layers - 3))
-    others = ("layer_types", "tie_word_embeddings", "rope_parameters")
-    shape = {key: value for key, value in target.items() if key not in others and not key.startswith("linear_")}
-    shape |= {"model_type": "qwen3", "rope_theta": target.get("rope_theta", 1e6)}
-    return shape | {
+    return {key: target[key] for key in _SHARED if key in target} | {
+        "model_type": "qwen3",
+        "rope_theta": target.get("rope_theta", 1e6),
         "architectures": ["DFlashDraftModel"],
         "num_hidden_layers": layers,
         "num_target_layers": num_layers,
-        "block_size": BLOCK_SIZE,
+        "block_size": target.get("draft_block_size", BLOCK_SIZE),
         "dflash_config": {
             "target_layer_ids": taps(layers, num_layers),
             "mask_token_id": min(MASK_TOKEN_ID, vocab_size - 1),

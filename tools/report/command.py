@@ -22,7 +22,17 @@ from tools.report import runner
 from tools.report.part import Options
 from tools.report.sections import SECTIONS
 
-MODELS = ("demo", "qwen3-8b", "qwen3-4b", "qwen3-0.6b", "qwen3.5-0.8b")
+MODELS = (
+    "demo",
+    "qwen3-8b",
+    "qwen3-4b",
+    "qwen3-0.6b",
+    "qwen3.5-0.8b",
+    "qwen3-8b-fp8",
+    "qwen3.8-27b-fp8",
+    "qwen3-30b-a3b-fp8",
+    "gpt-oss-20b",
+)
 """Names of the laboratory's sizes."""
 ROOT = Path(__file__).parents[2]
 

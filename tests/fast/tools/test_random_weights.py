@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from app.engine.checkpoint.files import DEMO, Checkpoint
 from app.engine.device.torch import TorchBackend
 from app.engine.dflash.model import DFlashModel
 from app.engine.load.loader import target_class
+from app.engine.models.experts import dequantised
 from app.engine.models.weights import Part
+from app.engine.quantised import QuantisedWeight
 from app.messages import Request
 from tests.fast.tools.tiny import TINY, tiny_engine
 from tools.lab.random_weights import TARGETS, RandomWeights, draft_for, taps, write_configs
@@ -49,7 +52,15 @@ class Counted:
 
 @pytest.mark.parametrize(
     ("name", "billions", "draft_billions"),
-    [("qwen3-8b", 8.191, 1.049), ("qwen3-4b", 4.022, None), ("qwen3-0.6b", 0.596, None), ("qwen3.5-0.8b", 0.752, None)],
+    [
+        ("qwen3-8b", 8.191, 1.049),
+        ("qwen3-4b", 4.022, None),
+        ("qwen3-0.6b", 0.596, None),
+        ("qwen3.5-0.8b", 0.752, None),
+        ("qwen3.8-27b-fp8", 26.896, None),
+        ("qwen3-30b-a3b-fp8", 30.532, None),
+        ("gpt-oss-20b", 20.908, None),  # without biases of experts, which stand beside fused ones only
+    ],
 )
 def test_each_has_as_many_parameters_as_the_published_model(
     name: str, billions: float, draft_billions: float | None
@@ -87,12 +98,16 @@ def test_an_engine_runs_on_them_and_only_configs_are_written(tmp_path: Path) -> 
     assert core.runner.forward.target.lm_head is core.runner.forward.target.embedding
 
 
-def test_the_same_weights_come_every_time_and_differ_from_tensor_to_tensor() -> None:
+def weights_of(folder: Path, told: list[int], **config: Any) -> RandomWeights:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return RandomWeights(Checkpoint(folder), torch.device("cpu"), torch.bfloat16, lambda done, total: told.append(done))
+
+
+def test_the_same_weights_come_every_time_and_differ_from_tensor_to_tensor(tmp_path: Path) -> None:
     def made(folder: str, name: str) -> torch.Tensor:
         told: list[int] = []
-        weights = RandomWeights(
-            Checkpoint(Path(folder)), torch.device("cpu"), torch.bfloat16, lambda done, total: told.append(done)
-        )
+        weights = weights_of(tmp_path / folder, told)
         weights.get("before.weight", 4, 4)
         tensor = weights.get(name, 256, 64)
         assert told == [32, 32 + tensor.nbytes]
@@ -102,6 +117,36 @@ def test_the_same_weights_come_every_time_and_differ_from_tensor_to_tensor() -> 
     assert there.dtype == torch.bfloat16 and there.float().std() == pytest.approx(1 / 8, rel=0.05)
     assert there.equal(made("target", "a.weight"))
     assert not there.equal(made("target", "b.weight")) and not there.equal(made("draft", "a.weight"))
+
+
+FP8 = TARGETS["qwen3-8b-fp8"]["quantization_config"]
+INT8 = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "scales"), [(FP8, torch.float8_e4m3fn, (300, 3)), (INT8, torch.int8, (300, 1))]
+)
+def test_weights_of_products_are_quantised_as_the_config_says(
+    method: dict[str, Any], kind: torch.dtype, scales: tuple[int, int], tmp_path: Path
+) -> None:
+    weights = weights_of(tmp_path, [], quantization_config=method)
+    weight = weights.get_linear("a.weight", 300, 384)
+    assert isinstance(weight, QuantisedWeight) and weight.data.dtype == kind and weight.scales.shape == scales
+    assert weight.dequantised().float().std() == pytest.approx(384**-0.5, rel=0.1)
+    if method is FP8:  # a block has one scale
+        assert weight.scales[:128].unique(dim=0).shape[0] == 1 and weight.scales.unique().numel() == 9
+    part = weights.get_linear("a.weight", 300, 384, part=Part(0, (range(128, 256),)))
+    assert isinstance(part, QuantisedWeight) and part.dequantised().equal(weight.dequantised()[128:256])
+    assert isinstance(weights.get("norm.weight", 384), torch.Tensor)
+
+
+def test_experts_in_mxfp4_are_bytes_of_the_size_of_a_projection(tmp_path: Path) -> None:
+    weights = weights_of(tmp_path, [], quantization_config={"quant_method": "mxfp4"})
+    assert "layers.0.mlp.experts.gate_up_proj_blocks" in weights and "layers.0.mlp.gate.weight" not in weights
+    assert isinstance(weights.get_linear("q_proj.weight", 8, 8), torch.Tensor)
+    blocks = weights.get("down_proj_blocks", 2, 64, 90, 16, dtype=torch.uint8)
+    scales = weights.get("down_proj_scales", 2, 64, 90, dtype=torch.uint8)
+    assert dequantised(blocks, scales, torch.float32).std() == pytest.approx(2880**-0.5, rel=0.3)
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", "{", '{"num_hidden_layers": "4", "vocab_size": 8}'])
