@@ -36,6 +36,23 @@ class QuantisedWeight:
         return self.data.to(self.dtype).unflatten(-1, (-1, self.group)).mul_(self.scales[..., None]).flatten(-2)
 
 
+@dataclass(frozen=True, slots=True)
+class QuantisedRows:
+    """Activations [T, in] that were quantised for products: `data` in 8 bits, by `scales` in the layout of the backend.
+
+    `plain` are the same rows in the engine's dtype, if one of their readers multiplies by plain numbers.
+    """
+
+    data: Tensor
+    scales: Tensor
+    plain: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+
+Rows = Tensor | QuantisedRows  # [T, in] of a product
 Weight = Tensor | QuantisedWeight  # [out, in] of a product, or [E, out, in] of experts
 
 

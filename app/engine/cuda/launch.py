@@ -16,6 +16,25 @@ def operand(x):
     return x
 
 
+@triton.jit
+def sum_of_splits(acc, partial_ptr, arrived_ptr, index, split, splits):
+    """Store the partial result `acc` of a tile, number `index`. Return (the sum of all `splits` in their order, True)
+    in the last program of the tile, and (anything, False) in others."""
+    SIZE: tl.constexpr = acc.shape[0] * acc.shape[1]
+    place = tl.arange(0, acc.shape[0])[:, None] * acc.shape[1] + tl.arange(0, acc.shape[1])[None, :]
+    partial = partial_ptr + (index * splits).to(tl.int64) * SIZE + place
+    tl.store(partial + split * SIZE, acc)
+    tl.debug_barrier()  # all warps have stored before one of them counts
+    is_last = tl.atomic_add(arrived_ptr + index, 1, sem="acq_rel") == splits - 1
+    if is_last:
+        acc = tl.zeros([acc.shape[0], acc.shape[1]], tl.float32)
+        for other in range(splits):
+            # Reads bypass the multiprocessor's L1 cache, which may still hold an earlier launch's.
+            acc += tl.load(partial + other * SIZE, cache_modifier=".cg")
+        tl.store(arrived_ptr + index, 0)
+    return acc, is_last
+
+
 INTERPRETED = not isinstance(operand, triton.JITFunction)
 """True in the interpreter, where a program of any size takes milliseconds."""
 UPCAST = tl.constexpr(INTERPRETED)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.cuda.launch import MAX_TILES, UPCAST, counters, dot_size, operand
+from app.engine.cuda.launch import MAX_TILES, UPCAST, counters, dot_size, operand, sum_of_splits
 from app.engine.errors import UnsupportedError
 from app.engine.quantised import QuantisedWeight, Weight
 
@@ -203,9 +203,8 @@ def product(
     With LOOPS a program makes all shares. GROUP tiles of K have one scale a row of W, or 0 if all tiles have.
     """
     row_tile, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    columns = tl.arange(0, BLOCK_N)
     rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = tile * BLOCK_N + columns
+    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, is_column = (rows < num_rows)[None, :], (column < out_features)[:, None]
     steps = in_features // (splits * BLOCK_K)  # a share begins at a multiple of BLOCK_K, so that loads are wide
     depth = tl.arange(0, BLOCK_K)
@@ -224,17 +223,7 @@ def product(
     is_last = True
     if partial_ptr is not None:
         index = row_tile * tl.num_programs(1) + tile
-        partial = partial_ptr + (index * splits).to(tl.int64) * (BLOCK_N * BLOCK_M)
-        partial += columns[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        tl.store(partial + split * (BLOCK_N * BLOCK_M), acc)
-        tl.debug_barrier()  # all warps have stored before one of them counts
-        is_last = tl.atomic_add(arrived_ptr + index, 1, sem="acq_rel") == splits - 1
-        if is_last:
-            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            for other in range(splits):
-                # Reads bypass the multiprocessor's L1 cache, which may still hold an earlier launch's.
-                acc += tl.load(partial + other * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
-            tl.store(arrived_ptr + index, 0)
+        acc, is_last = sum_of_splits(acc, partial_ptr, arrived_ptr, index, split, splits)
     if is_last:
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + column, mask=column < out_features, other=0.0).to(tl.float32)[:, None]
