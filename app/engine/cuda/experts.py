@@ -300,18 +300,25 @@ def expert_rows(
     if GATE:
         if bias_ptr is not None:
             up += tl.load(bias_ptr + rows + OUT, mask=is_column, other=0.0).to(tl.float32)[None, :]
-        if LIMIT > 0.0:
-            acc = tl.minimum(acc, LIMIT)
-            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
-            acc = acc / (1.0 + tl.exp(-ALPHA * acc)) * up
-        else:
-            acc = acc / (1.0 + tl.exp(-acc)) * up
+        acc = swiglu(acc, up, LIMIT, ALPHA)
         target = index.to(tl.int64)
     else:
         acc *= tl.load(share_ptr + pair, mask=is_row, other=0.0)[:, None]
         target = pair
     inside = is_row[:, None] & is_column[None, :]
     tl.store(out_ptr + target[:, None] * OUT + columns[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def swiglu(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """Return `device.moe.gated` of tiles in fp32. LIMIT 0 clips nothing."""
+    if LIMIT > 0.0:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
+        out = gate / (1.0 + tl.exp(-ALPHA * gate)) * up
+    else:
+        out = gate / (1.0 + tl.exp(-gate)) * up
+    return out
 
 
 @triton.jit
