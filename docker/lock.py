@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.11", "3.12")
 MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 INDEX = "https://pypi.org/simple"
-BUILD = "setuptools>=77"  # the images install our own package without an index
+BUILD = "setuptools>=77,<81"
+"""The images install our own package without an index, and CANN's compiler imports pkg_resources, which 82 lacks."""
 
 # PyPI's torch for x86 is a CUDA build, and torch_npu for x86 asks for +cpu by name. These are the wheels for cp311 and
 # cp312, manylinux_2_28_x86_64, of https://download.pytorch.org/whl/cpu. Their hashes come from public lock files that

@@ -638,6 +638,12 @@ def test_images_have_the_same_versions_and_a_cpu_torch_but_for_cudas() -> None:
         assert any(row[0] == name and row[1].startswith(version) for row in table(GUIDE, "part")), name
 
 
+def test_the_setuptools_of_the_images_builds_the_package_and_has_what_canns_python_imports() -> None:
+    """Our licence needs 77, and pkg_resources went with 82. The lock replaces the one of CANN's image."""
+    for versions in LOCKS.values():
+        assert Version("77") <= Version(versions["setuptools"]) < Version("81")
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
