@@ -68,7 +68,11 @@ def probes(device: str, ranks: int = 1) -> list[Probe]:
     """
     settled = _settled(device)
     kind = settled.partition(":")[0]
-    host = {"cpu": cpu_host.probes, "cuda": cuda_host.probes, "npu": npu_host.probes}[kind](settled)
+    hosts: dict[str, Callable[[str], list[Probe]]] = {
+        "cpu": cpu_host.probes,
+        "cuda": cuda_host.probes,
+        "npu": partial(npu_host.probes, ranks=ranks),
+    }
 
     @cache
     def opened() -> "Backend":
@@ -79,7 +83,7 @@ def probes(device: str, ranks: int = 1) -> list[Probe]:
     return [
         *([Probe("device", lambda: ok(f"auto is {settled} here"))] if device == "auto" else []),
         Probe("torch", partial(torch_build, kind), without="torch cannot be used"),
-        *host,
+        *hosts[kind](settled),
         Probe("backend", lambda: backend(opened()), ("torch", "devices", "compiler"), "the backend cannot be opened"),
         Probe("memory", lambda: memory(opened()), ("backend",)),
         *(Probe(name, partial(_operator, opened, name), ("backend",)) for name in OPERATORS),

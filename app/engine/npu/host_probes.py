@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import os
 import platform
+import pwd
 import re
 import shutil
 import sys
@@ -24,13 +25,12 @@ from app.engine.npu.torch_build import CPU_INDEX
 DOCUMENTED = {
     "9.1.0": "2.12.0 2.11.0 2.10.0.post4 2.9.0.post6 2.7.1.post8",
     "9.0.0": "2.10.0.post2 2.9.0.post2 2.8.0.post4 2.7.1.post4",
-    "8.5.0": "2.9.0 2.8.0.post2 2.7.1.post2 2.6.0.post5",
 }
 """CANN -> the versions of torch_npu that are documented with it (COMPATIBILITY.md and README of Ascend/pytorch)."""
 
 BEST_SET = "torch 2.10.0, torch_npu 2.10.0.post4 and CANN 9.1.0"
-OLDEST_CANN = "8.5.1"
-"""The first CANN with which a server was released that does grouped-query attention over pages with DFlash."""
+OLDEST_CANN = "9.0.0"
+"""8.5 wants numpy below 2, which the images have above it, and its attention refuses heads of 256 and null lengths."""
 GRAPH_DRIVER = "25.5.1"
 """HDK from which graph captures do not run out of streams ("Alloc sq cq fail")."""
 CHIPS = ("Ascend910B", "Ascend910_93")
@@ -68,11 +68,12 @@ _SET_ENV = ("usr/local/Ascend/ascend-toolkit/set_env.sh", "usr/local/Ascend/cann
 _INSTALL_CANN = "install CANN 9.1.0 (toolkit, and the ops package of this chip)"
 
 
-def probes(device: str) -> list[Probe]:
+def probes(device: str, ranks: int = 1) -> list[Probe]:
     """Return the probes, each after the ones that it needs. A probe "torch" comes before these."""
     return [
         Probe("driver", partial(driver, _ROOT), without="the driver is missing"),
         Probe("device files", partial(device_files, _ROOT)),
+        *([Probe("user", user)] if ranks > 1 else []),
         Probe("CANN", partial(cann, os.environ, _ROOT)),
         Probe("torch_npu", torch_npu, ("torch",), "torch_npu cannot be loaded"),
         Probe("versions", partial(versions, os.environ), ("torch",)),
@@ -115,6 +116,19 @@ def device_files(root: Path) -> Finding:
         hint = "`usermod -aG GROUP USER` with the group that `ls -l /dev/davinci*` shows (HwHiAiUser), and log in again"
         return failed(f"this user may not read and write {', '.join(closed)}", hint)
     return ok(f"{len(numbered)} of /dev/davinciN, and davinci_manager, devmm_svm, hisi_hdc")
+
+
+def user() -> Finding:
+    """Check that this user has an entry in passwd. HCCL looks it up where ranks meet."""
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        return failed(
+            f"user {os.getuid()} has no entry in /etc/passwd: HCCL fails with error 19, ra init failed",
+            "in a container run as the image's user, or mount a passwd file with this user: "
+            "--mount type=bind,source=/etc/passwd,target=/etc/passwd,readonly",
+        )
+    return ok(f"user {os.getuid()} has an entry in /etc/passwd, which HCCL wants")
 
 
 def cann(environ: Mapping[str, str], root: Path) -> Finding:

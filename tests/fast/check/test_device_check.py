@@ -219,6 +219,16 @@ def test_device_files_must_be_there_and_open_to_this_user(tmp_path: Path, monkey
     assert "HwHiAiUser" in closed.hint
 
 
+def test_several_ranks_want_a_user_that_hccl_can_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {ranks: [probe.name for probe in probes.probes("npu:0", ranks)] for ranks in (1, 2)}
+    assert [name for name in names[2] if name not in names[1]] == ["user", "all_reduce"]
+    assert host_check.user().status == "ok"
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000_123)
+    found = host_check.user()
+    assert found.status == "failed" and "4000000123" in found.found and "error 19" in found.found
+    assert "/etc/passwd" in found.hint
+
+
 def test_cann_is_found_through_its_environment(tmp_path: Path) -> None:
     root, home = tmp_path / "root", tmp_path / "cann-9.1.0"
     environ: dict[str, str] = {}
@@ -235,9 +245,9 @@ def test_cann_is_found_through_its_environment(tmp_path: Path) -> None:
     info = home / f"{os.uname().machine}-linux" / "ascend_toolkit_install.info"
     put(info, "package_name=Ascend-cann-toolkit\nversion=9.1.0\ninnerversion=V100\n")
     assert host_check.cann(environ, root) == ok(f"CANN 9.1.0 in {home}")
-    put(info, "version=8.3.RC1\n")
+    put(info, "version=8.5.1\n")
     old = host_check.cann(environ, root)
-    assert old.status == "failed" and "older than 8.5.1" in old.found and "9.1.0" in old.hint
+    assert old.status == "failed" and "older than 9.0.0" in old.found and "9.1.0" in old.hint
 
 
 @pytest.mark.parametrize(
