@@ -189,7 +189,10 @@ class Backend(ABC):
         """Return the collectives of this rank, once all have joined."""
 
     def max_graphs(self, size: int) -> int | None:
-        """Return the number of graphs with collectives of `size` ranks that the device holds, or None if unknown."""
+        """Return the number of graphs with collectives of `size` ranks that the device holds, or None if unknown.
+
+        Raises UnsupportedError, which names what to change, if this process can capture none.
+        """
         return None
 
     def rotary_tables(self, angles: Tensor, dtype: torch.dtype, scales: Tensor | float = 1.0) -> Rotation:

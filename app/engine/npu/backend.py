@@ -66,7 +66,13 @@ class NpuBackend(Backend):
         return DeviceComm(meeting, "cpu:gloo,npu:hccl")
 
     def max_graphs(self, size: int) -> int:
-        """Return how many graphs streams suffice for: one each, and more for draws or HCCL's unrolled collectives."""
+        """Return how many graphs streams suffice for: one each, and more for draws or HCCL's unrolled collectives.
+
+        Raises UnsupportedError if the environment forbids graphs.
+        """
+        for name, value in rules.NO_GRAPHS.items():
+            if os.environ.get(name) == value:
+                raise UnsupportedError(f"{name}={value} allows no graphs: unset it, or give --enforce-eager")
         if size == 1:
             return rules.GRAPH_STREAMS // (1 + rules.DRAW_GRAPHS)
         unrolled = min(size, rules.MAX_UNROLLED) - 1

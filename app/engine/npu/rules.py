@@ -18,6 +18,9 @@ AIV = "AIV"
 """The device's vector cores, which all recipes of vllm-ascend give."""
 GRAPH_STREAMS = 1800
 """Streams for graphs. A device has 2048, and vllm-ascend keeps 248 of them for the rest (its issue 9564)."""
+NO_GRAPHS = {"TASK_QUEUE_ENABLE": "2", "ASCEND_LAUNCH_BLOCKING": "1"}
+"""Variables with a value that forbids captures: torch_npu's capture_begin refuses the first, and a wait after every
+operator is refused in a capture (107030)."""
 DRAW_GRAPHS = 6
 """Graphs of draws that follow one of the target on a single NPU."""
 MAX_UNROLLED = 16

@@ -1,6 +1,7 @@
 """NPUGraph with numbers computes the captured calls at every replay. Checked with torch_npu 2.13.0."""
 
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,8 +9,11 @@ import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
+from app.config.engine import EngineConfig
 from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
+from app.engine.errors import UnsupportedError
 from app.engine.npu.backend import NpuBackend
+from app.engine.step.graph_plan import plan_graphs
 from tests.devices.npu.calls import BLOCK, Sequences, causal_mask, normal
 from tests.devices.npu.numerics import NumericsError
 from tools.npu_contract.check import ContractError
@@ -204,6 +208,22 @@ def test_a_prompts_rows_in_a_graph_that_was_captured_for_blocks_are_right(chunk:
     sequences = Sequences([3, chunk], [150, chunk + 40])
     o = captured(sequences, [chunk, chunk + 3], causal=True)
     torch.testing.assert_close(o.cpu().double(), sequences.dense(causal=True), rtol=2e-2, atol=2e-2)
+
+
+def test_an_environment_that_forbids_captures_is_refused_before_weights_are_loaded(run_python, monkeypatch) -> None:
+    """With the words of torch_npu's own refusal, which would come behind minutes of loading."""
+    capture = (
+        "torch.npu.set_device(0); graph = torch_npu.npu.NPUGraph()\n"
+        "try:\n    with torch_npu.npu.graph(graph, auto_dispatch_capture=True): pass\n"
+        "except RuntimeError as error: print(error)"
+    )
+    assert "Do not support TASK_QUEUE_ENABLE = 2" in run_python(capture, TASK_QUEUE_ENABLE="2")
+    backend = NpuBackend(torch.device("npu:0"))
+    for variable, value in (("TASK_QUEUE_ENABLE", "2"), ("ASCEND_LAUNCH_BLOCKING", "1")):
+        with monkeypatch.context() as environment, pytest.raises(UnsupportedError, match=f"{variable}={value} allows"):
+            environment.setenv(variable, value)
+            plan_graphs(EngineConfig(Path("target"), None), 4, 1, backend)
+    assert plan_graphs(EngineConfig(Path("target"), None), 4, 1, backend) is not None
 
 
 def test_the_host_cannot_wait_inside_a_capture() -> None:
