@@ -56,6 +56,14 @@ Rows = Tensor | QuantisedRows  # [T, in] of a product
 Weight = Tensor | QuantisedWeight  # [out, in] of a product, or [E, out, in] of experts
 
 
+def plain(rows: Rows) -> Tensor:
+    """Return rows [T, in] in the engine's dtype, which a norm keeps for readers of plain numbers."""
+    if isinstance(rows, Tensor):
+        return rows
+    assert rows.plain is not None, "a reader of plain rows is among those that the norm was told of"
+    return rows.plain
+
+
 def by_rows(weight: Weight, change: Callable[[Tensor], Tensor]) -> Weight:
     """Return a weight whose rows were chosen or ordered by `change`."""
     if isinstance(weight, Tensor):

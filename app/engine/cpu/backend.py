@@ -31,7 +31,7 @@ from app.engine.device.base import (
 )
 from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
-from app.engine.quantised import QuantisedWeight, Weight
+from app.engine.quantised import QuantisedWeight, Rows, Weight, plain
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +171,8 @@ class CpuBackend(TorchBackend):
             return attention.attention(q_thd, kv, meta, mask, sinks)
         return super().attention(q_thd, kv, meta, mask, sinks)
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Rows, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        x = plain(x)
         if isinstance(weight, QuantisedWeight):
             return library.operators(x.dtype).linear_int8(x.contiguous(), weight.data, weight.scales, bias)
         if weight.is_contiguous() and (multiply := linear.operator_for(weight.dtype)):

@@ -18,7 +18,7 @@ from app.engine.device.base import AttentionMask, AttentionMetadata, Defaults, G
 from app.engine.device.moe import ExpertWeights, MoeConfig, mixture
 from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
-from app.engine.quantised import QuantisedWeight, Weight
+from app.engine.quantised import QuantisedWeight, Rows, Weight, plain
 
 DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS")
 """Parts of messages after which no other call of the process can use the device."""
@@ -97,9 +97,10 @@ class CudaBackend(TorchBackend):
         """Return the weight with scales of neighbouring rows side by side."""
         return replace(weight, scales=weight.scales.mT.contiguous().mT)
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Rows, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """Return `Backend.linear`: of few rows by our product where that is faster, else by cuBLAS. With many rows a
         quantised weight is dequantised for cuBLAS."""
+        x = plain(x)
         if isinstance(weight, Tensor):
             if self.capability == HOPPER and (launch := products.few_rows(weight, len(x), self.multiprocessors)):
                 return products.linear(x, weight, bias, self.multiprocessors, launch)
@@ -108,11 +109,12 @@ class CudaBackend(TorchBackend):
             return super().linear(x, products.dense(weight), bias)
         return products.linear(x, weight, bias, self.multiprocessors, fixed=False)
 
-    def gated_mlp(self, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    def gated_mlp(self, x: Rows, gate_up: Weight, down: Weight) -> Tensor:
         return self.linear(rows.silu_mul(self.linear(x, gate_up)), down)
 
-    def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
+    def moe(self, x: Rows, weights: ExpertWeights, config: MoeConfig) -> Tensor:
         """Return `Backend.moe`. PyTorch's grouped product takes only bfloat16, and serves many rows of an expert."""
+        x = plain(x)
         few = (
             FEW_ROWS if isinstance(weights.gate_up, Tensor) else 4 * FEW_ROWS
         )  # cuBLAS would need all experts dequantised
@@ -175,8 +177,8 @@ class InvariantCudaBackend(CudaBackend):
         products.product_of(weight, self.multiprocessors)
         return weight
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        return products.linear(x, weight, bias, self.multiprocessors)
+    def linear(self, x: Rows, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        return products.linear(plain(x), weight, bias, self.multiprocessors)
 
 
 class CudaGraph(Graph):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from app.engine.checkpoint.shapes import AttentionMask, DecoderConfig, MoeConfig
 from app.engine.comm.comm import Comm, Meeting
-from app.engine.quantised import QuantisedWeight, Weight, joined
+from app.engine.quantised import QuantisedWeight, Rows, Weight, joined, plain
 from app.engine.verify import verify
 
 
@@ -273,13 +273,22 @@ class Backend(ABC):
         total = x + residual
         return self.rms_norm(total, weight, eps), total
 
+    def norm_for(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, readers: Sequence[Weight]
+    ) -> tuple[Rows, Tensor]:
+        """Return (rms_norm(x + residual) as the products by the weights `readers` take it, x + residual), each [T, H].
+        None is a residual of zeros. A device that multiplies rows in 8 bits quantises them here, once for all."""
+        if residual is None:
+            return self.rms_norm(x, weight, eps), x
+        return self.add_rms_norm(x, residual, weight, eps)
+
     def rope(self, x_thd: Tensor, rotation: Rotation) -> Tensor:
         """Return RoPE (arXiv 2104.09864) of each head. Dims (i, D/2 + i) rotate together without `interleaved_rope`."""
         cos, sin = rotation
         first, second = x_thd.chunk(2, dim=-1)
         return x_thd * cos + torch.cat((-second, first), dim=-1) * sin
 
-    def gated_mlp(self, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    def gated_mlp(self, x: Rows, gate_up: Weight, down: Weight) -> Tensor:
         """Return down(silu(gate(x)) * up(x)) [T, H]; `gate_up` is [2I, H] with the gate first, `down` [H, I]."""
         gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
         return self.linear(F.silu(gate).mul_(up), down)
@@ -298,7 +307,7 @@ class Backend(ABC):
         return like.new_empty(num_experts, out_features, in_features)
 
     @abstractmethod
-    def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
+    def moe(self, x: Rows, weights: ExpertWeights, config: MoeConfig) -> Tensor:
         """Return the mixture of experts [T, H] of rows [T, H], as `moe.mixture`."""
 
     @abstractmethod
@@ -369,9 +378,9 @@ class Backend(ABC):
         offsets += num_accepted
         seq_lens += num_accepted
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Rows, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """Return x @ weight.T + bias, [T, out] for x [T, in], a packed weight [out, in] and a bias [out]."""
-        return F.linear(x, weight if isinstance(weight, Tensor) else weight.dequantised(), bias)
+        return F.linear(plain(x), weight if isinstance(weight, Tensor) else weight.dequantised(), bias)
 
     def logits(self, hidden: Tensor, lm_head: Weight) -> Tensor:
         """Return logits [R, V] of hidden states [R, H], in fp32 if the device can, else in the engine's dtype."""

@@ -15,6 +15,7 @@ from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, De
 from app.engine.device.gated_delta import GatedDeltaStep, commit_and_verify
 from app.engine.device.host_memory import host_memory, zeros_on_host
 from app.engine.device.moe import ExpertWeights, MoeConfig, grouped, mixture
+from app.engine.quantised import Rows, plain
 
 MAX_SCORES = 1 << 24
 """Scores of one padded attention call per KV head (its query heads x rows x tokens): 16 MiB of mask."""
@@ -86,8 +87,8 @@ class TorchBackend(Backend):
             o[call.rows] = self._attend(padded, kv, call, sinks)[call.padded_rows]
         return o
 
-    def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
-        return mixture(x, weights, config, self.grouped)
+    def moe(self, x: Rows, weights: ExpertWeights, config: MoeConfig) -> Tensor:
+        return mixture(plain(x), weights, config, self.grouped)
 
     grouped = staticmethod(grouped)
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from app.engine.device.base import LayerKv
 from app.engine.models.layers import DecoderLayer, StepRows, frozen
 from app.engine.models.weights import LayerSource
+from app.engine.quantised import Rows, plain
 
 
 class BlockConv(nn.Module):
@@ -34,11 +35,12 @@ class ConvolvedLayer(DecoderLayer):
 
     def __init__(self, layer: LayerSource, group: int) -> None:
         super().__init__(layer)
+        self.input_readers, self.mlp_readers = (), ()  # the convolution reads plain rows
         self.attention_conv = BlockConv(layer, "attention_conv", group)
         self.mlp_conv = BlockConv(layer, "mlp_conv", group)
 
-    def forward(self, normed: Tensor, residual: Tensor, rows: StepRows, kv: LayerKv) -> tuple[Tensor, Tensor]:
+    def forward(self, normed: Rows, residual: Tensor, rows: StepRows, kv: LayerKv) -> tuple[Tensor, Tensor]:
         width = rows.groups[0].query_lens[0]
-        hidden = self.attention_conv.around(lambda x: self.attention.forward(x, rows, kv), normed, width)
+        hidden = self.attention_conv.around(lambda x: self.attention.forward(x, rows, kv), plain(normed), width)
         normed, residual = self._backend.add_rms_norm(hidden, residual, self.post_attention_norm, self._eps)
         return self.mlp_conv.around(self._summed_feed_forward, normed, width), residual

@@ -11,6 +11,7 @@ from app.engine.models.layers import StepRows, frozen, held
 from app.engine.models.recurrent_rows import SequenceRows
 from app.engine.models.state_pool import LayerState, State
 from app.engine.models.weights import LayerSource
+from app.engine.quantised import Rows
 
 
 class GatedDeltaNet(nn.Module):
@@ -32,6 +33,7 @@ class GatedDeltaNet(nn.Module):
         is_plain = isinstance(mixed, Tensor) or isinstance(z, Tensor)
         self.in_proj = held(backend.pack_linear(mixed, *gates, z) if is_plain else backend.pack_linear(mixed, z))
         self.gates = None if is_plain else frozen(backend.pack_weight(*gates))
+        self.readers = (self.in_proj,) if self.gates is None else (self.in_proj, self.gates)
         self.out_proj = held(backend.pack_linear(layer.linear("linear_attn.out_proj.weight", hidden, values, split=1)))
         self.conv = frozen(rows("conv1d.weight", shape.channels, 1, shape.conv_kernel, **qkv).squeeze(1))
         self.a_log = frozen(rows("A_log", shape.num_v_heads))
@@ -43,7 +45,7 @@ class GatedDeltaNet(nn.Module):
         self._backend = backend
         self._project = layer.comm.reduced(backend.linear)
 
-    def forward(self, x: Tensor, rows: StepRows, memory: LayerState) -> Tensor:
+    def forward(self, x: Rows, rows: StepRows, memory: LayerState) -> Tensor:
         """Return the output projection [T, H] of normed rows x [T, H]."""
         backend, recurrent = self._backend, rows.recurrent
         assert recurrent is not None, "a step of a hybrid target has recurrent rows"
@@ -59,7 +61,7 @@ class GatedDeltaNet(nn.Module):
             parts.append(self.recurrence.prefill(inputs[first:done], chunk, memory))
         o = backend.rms_norm(torch.cat(parts), self.norm, self._eps)
         gated = o.flatten(1) * F.silu(z.float())
-        return self._project(gated.to(x.dtype), self.out_proj)
+        return self._project(gated.to(z.dtype), self.out_proj)
 
 
 class Recurrence:

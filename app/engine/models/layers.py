@@ -1,7 +1,9 @@
 """The pre-norm decoder layer that targets and drafts share, with fused weights. Only masks and KV lengths differ."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from app.engine.models.experts import load_experts
 from app.engine.models.recurrent_rows import RecurrentRows
 from app.engine.models.rope import head_order, reordered
 from app.engine.models.weights import LayerSource
-from app.engine.quantised import Weight, by_rows
+from app.engine.quantised import Rows, Weight, by_rows, plain
 
 
 def frozen(weight: Tensor) -> nn.Parameter:
@@ -45,6 +47,7 @@ class Attention(nn.Module):
         hidden, q_size = config.hidden_size, config.num_heads * config.head_dim
         weights, self.qkv_bias = read_projections(layer, "qkv")
         self.qkv = held(backend.pack_linear(*weights))
+        self.readers: tuple[Weight, ...] = (self.qkv,)
         self.o = held(backend.pack_linear(layer.linear("self_attn.o_proj.weight", hidden, q_size, split=1)))
         has_o_bias = config.o_bias or has_quant_bias(layer, "o")
         self.o_bias = frozen(layer.get_summed("self_attn.o_proj.bias", hidden)) if has_o_bias else None
@@ -58,11 +61,11 @@ class Attention(nn.Module):
         self._backend = backend
         self._project = layer.comm.reduced(backend.linear)
 
-    def forward(self, x: Tensor, rows: StepRows, kv: LayerKv) -> Tensor:
+    def forward(self, x: Rows, rows: StepRows, kv: LayerKv) -> Tensor:
         """Return the output projection [T, H] of attention over `kv`, after K and V of the rows are written there."""
         return self._project(self.attend(x, rows, kv), self.o, self.o_bias)
 
-    def attend(self, x: Tensor, rows: StepRows, kv: LayerKv) -> Tensor:
+    def attend(self, x: Rows, rows: StepRows, kv: LayerKv) -> Tensor:
         """Return the heads [T, heads * D] that `forward` projects."""
         backend, norms = self._backend, (self.q_norm, self.k_norm)
         qkv = backend.linear(x, self.qkv, self.qkv_bias).view(x.shape[0], -1, self._head_dim)
@@ -80,9 +83,13 @@ class DecoderLayer(nn.Module):
         super().__init__()
         config, moe = layer.config, layer.config.moe_of(layer.index)
         self.attention = self.make_attention(layer)
+        self.input_readers = cast(Sequence[Weight], self.attention.readers)
         self.mixture = (moe, load_experts(layer, moe)) if moe else None
-        if moe is None:
+        if self.mixture is None:
             self.gate_up, self.down = load_mlp(layer, "mlp", config.intermediate_size)
+            self.mlp_readers: tuple[Weight, ...] = (self.gate_up,)
+        else:
+            self.mlp_readers = (self.mixture[1].router, self.mixture[1].gate_up)
         self.input_norm = frozen(layer.get("input_layernorm.weight", config.hidden_size))
         self.post_attention_norm = frozen(layer.get("post_attention_layernorm.weight", config.hidden_size))
         self._eps = config.rms_norm_eps
@@ -90,20 +97,21 @@ class DecoderLayer(nn.Module):
         self._summed_feed_forward = layer.comm.reduced(self.feed_forward)
 
     def make_attention(self, layer: LayerSource) -> nn.Module:
-        """Return the part that mixes rows. Families override this."""
+        """Return the part that mixes rows, with the weights `readers` of its input's products. Families override it."""
         return Attention(layer)
 
-    def enter(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def enter(self, hidden: Tensor, residual: Tensor | None) -> tuple[Rows, Tensor]:
         """Return (the normed input of `forward`, the residual stream before this layer), each [T, H]."""
-        return add_norm(self._backend, hidden, residual, self.input_norm, self._eps)
+        return self._backend.norm_for(hidden, residual, self.input_norm, self._eps, self.input_readers)
 
-    def forward(self, normed: Tensor, residual: Tensor, rows: StepRows, kv: LayerKv) -> tuple[Tensor, Tensor]:
+    def forward(self, normed: Rows, residual: Tensor, rows: StepRows, kv: LayerKv) -> tuple[Tensor, Tensor]:
         """Return (output of MLP or experts, residual stream before it), each [T, H]. The next norm adds them up."""
         hidden = self.attention.forward(normed, rows, kv)
-        normed, residual = self._backend.add_rms_norm(hidden, residual, self.post_attention_norm, self._eps)
+        weight, readers = self.post_attention_norm, self.mlp_readers
+        normed, residual = self._backend.norm_for(hidden, residual, weight, self._eps, readers)
         return self._summed_feed_forward(normed), residual
 
-    def feed_forward(self, normed: Tensor) -> Tensor:
+    def feed_forward(self, normed: Rows) -> Tensor:
         """Return the output of the MLP or the experts [T, H], which is a part of a sum if ranks share them."""
         if self.mixture is not None:
             moe, experts = self.mixture
@@ -171,7 +179,6 @@ def tied_head(embedding: nn.Parameter, comm: Comm) -> nn.Parameter:
 def add_norm(
     backend: Backend, hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return (RMSNorm of the residual stream, the stream itself), each [T, H]. The first layer has no residual yet."""
-    if residual is None:
-        return backend.rms_norm(hidden, weight, eps), hidden
-    return backend.add_rms_norm(hidden, residual, weight, eps)
+    """Return (RMSNorm of the residual stream in the engine's dtype, the stream itself), each [T, H]."""
+    normed, total = backend.norm_for(hidden, residual, weight, eps, ())
+    return plain(normed), total

@@ -14,7 +14,7 @@ from app.engine.models.gated_delta_net import GatedDeltaNet
 from app.engine.models.layers import Attention, DecoderLayer, StepRows, frozen, held, load_mlp
 from app.engine.models.target import Target
 from app.engine.models.weights import LayerSource, Part, Weights
-from app.engine.quantised import Weight, by_rows
+from app.engine.quantised import Rows, Weight, by_rows
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,9 @@ class HybridLayer(DecoderLayer):
             self.shared_gate_up, self.shared_down = load_mlp(layer, "mlp.shared_expert", moe.shared_size)
             gate = layer.get("mlp.shared_expert_gate.weight", 1, layer.config.hidden_size)
             self.shared_gate = frozen(layer.backend.pack_weight(gate))
+            self.mlp_readers += (self.shared_gate_up, self.shared_gate)
 
-    def feed_forward(self, normed: Tensor) -> Tensor:
+    def feed_forward(self, normed: Rows) -> Tensor:
         out = super().feed_forward(normed)
         if not self._has_shared_expert:
             return out
@@ -51,8 +52,9 @@ class GatedAttention(Attention):
         size = config.num_heads * config.head_dim
         gate = layer.linear("self_attn.gate_proj.weight", size, config.hidden_size, split=0)
         self.gate = held(layer.backend.pack_linear(gate))
+        self.readers += (self.gate,)
 
-    def attend(self, x: Tensor, rows: StepRows, kv: LayerKv) -> Tensor:
+    def attend(self, x: Rows, rows: StepRows, kv: LayerKv) -> Tensor:
         gate = self._backend.linear(x, self.gate)
         return super().attend(x, rows, kv) * torch.sigmoid(gate)
 

@@ -22,7 +22,7 @@ from app.engine.errors import UnsupportedError
 from app.engine.npu import rules
 from app.engine.npu.error_codes import explain
 from app.engine.npu.graph import Attended, AttentionPlan, NpuGraph
-from app.engine.quantised import QuantisedWeight, Weight
+from app.engine.quantised import QuantisedWeight, Rows, Weight, plain
 
 logger = logging.getLogger(__name__)
 
@@ -241,10 +241,11 @@ class NpuBackend(Backend):
         """Return the weight; the scales of experts become bfloat16, which the grouped product takes."""
         return replace(weight, scales=weight.scales.to(weight.dtype)) if weight.data.ndim == 3 else weight
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Rows, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """Return `Backend.linear`. With a quantised weight, x is quantised to int8 with a scale for each row."""
         if isinstance(weight, Tensor):
             return super().linear(x, weight, bias)
+        x = plain(x)
         rows, scales = torch_npu.npu_dynamic_quant(x)
         return torch_npu.npu_quant_matmul(
             rows,
@@ -255,19 +256,19 @@ class NpuBackend(Backend):
             output_dtype=x.dtype,
         )
 
-    def gated_mlp(self, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    def gated_mlp(self, x: Rows, gate_up: Weight, down: Weight) -> Tensor:
         return self.linear(torch_npu.npu_swiglu(self.linear(x, gate_up)), down)
 
     def empty_experts(self, like: Tensor, num_experts: int, out_features: int, in_features: int) -> Tensor:
         """Return memory of [E, in, out], seen as [E, out, in], because `npu_grouped_matmul` reads that order (N35)."""
         return like.new_empty(num_experts, in_features, out_features).transpose(1, 2)
 
-    def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
+    def moe(self, x: Rows, weights: ExpertWeights, config: MoeConfig) -> Tensor:
         """Return `Backend.moe`. The rows of each expert are counted on the device, so a graph can hold it.
 
         A row of NaN is given experts that exist, because others may fault the device (N33). Its sum is still NaN.
         """
-        num_experts = config.num_experts
+        x, num_experts = plain(x), config.num_experts
         weights_of_row, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(
             router_logits(x, weights).nan_to_num(), k=config.num_experts_per_tok, renorm=int(config.norm_topk_prob)
         )
