@@ -90,7 +90,8 @@ def check_lengths(operator: str, kwargs: Mapping[str, Any]) -> None:
     """Check N1 before dispatch, because the dispatcher reads a tensor into a list and waits for the card."""
     for name in ("actual_seq_lengths", "actual_seq_lengths_kv", "actual_seq_qlen", "actual_seq_kvlen"):
         if operator in (*_ATTENTION, *_ATTENTION_V2) and name in kwargs:
-            _Holder(operator, ())("N1", _is_int_list(kwargs[name]), f"{name} is {_kind(kwargs[name])}, not a list[int]")
+            on_host = _is_int_list(kwargs[name]) or isinstance(kwargs[name], torch._C.ScriptList)
+            _Holder(operator, ())("N1", on_host, f"{name} is {_kind(kwargs[name])}, not a list[int]")
 
 
 def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

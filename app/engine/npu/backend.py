@@ -20,8 +20,9 @@ from app.engine.device.gated_delta import L2_EPS, GatedDeltaStep, commit_and_ver
 from app.engine.device.moe import SWIGLU_ALPHA, ExpertWeights, MoeConfig, router_logits
 from app.engine.errors import UnsupportedError
 from app.engine.npu import rules
+from app.engine.npu.attention import AttentionPlan
 from app.engine.npu.error_codes import explain
-from app.engine.npu.graph import Attended, AttentionPlan, NpuGraph
+from app.engine.npu.graph import Attended, NpuGraph
 from app.engine.quantised import QuantisedWeight, Rows, Weight, plain
 
 logger = logging.getLogger(__name__)
@@ -123,58 +124,10 @@ class NpuBackend(Backend):
     def attention(
         self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, sinks: Tensor | None = None
     ) -> Tensor:
-        """Return `Backend.attention`, for target and draft alike.
-
-        Pages go in as `[pages, page_size, kv_heads * D]`, because the operator would read a 4-D tensor as
-        `[pages, kv_heads, page_size, D]` (N6).
-        """
         plan: AttentionPlan = meta.plans[mask]
         if self._attended is not None:
-            self._attended.append((meta, mask, sinks is not None))
-        if sinks is not None:
-            return self._attention_with_sinks(q_thd, kv, meta, plan, sinks)
-        o, _ = torch_npu.npu_fused_infer_attention_score(
-            q_thd.contiguous(),
-            kv.k.flatten(2),
-            kv.v.flatten(2),
-            atten_mask=plan.mask,
-            actual_seq_lengths=plan.q_ends,
-            actual_seq_lengths_kv=plan.host_seq_lens,
-            block_table=meta.page_table,
-            num_heads=q_thd.shape[1],
-            num_key_value_heads=kv.k.shape[2],
-            scale=q_thd.shape[2] ** -0.5,
-            pre_tokens=plan.pre_tokens,
-            next_tokens=plan.next_tokens,
-            input_layout="TND",
-            sparse_mode=plan.sparse_mode,
-            block_size=meta.page_size,
-        )
-        return o
-
-    def _attention_with_sinks(
-        self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, plan: AttentionPlan, sinks: Tensor
-    ) -> Tensor:
-        """Return attention by the second version of the operator, which has sinks and other argument names (N38)."""
-        o, _ = torch_npu.npu_fused_infer_attention_score_v2(
-            q_thd.contiguous(),
-            kv.k.flatten(2),
-            kv.v.flatten(2),
-            atten_mask=plan.mask,
-            actual_seq_qlen=plan.q_ends,
-            actual_seq_kvlen=plan.host_seq_lens,
-            block_table=meta.page_table,
-            learnable_sink=sinks,
-            num_query_heads=q_thd.shape[1],
-            num_key_value_heads=kv.k.shape[2],
-            softmax_scale=q_thd.shape[2] ** -0.5,
-            pre_tokens=plan.pre_tokens,
-            next_tokens=plan.next_tokens,
-            input_layout="TND",
-            sparse_mode=plan.sparse_mode,
-            block_size=meta.page_size,
-        )
-        return o
+            self._attended.append(Attended(meta, mask, sinks is not None))
+        return plan.attend(q_thd, kv, meta, sinks)
 
     def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
         """Write K and V. `cache_mode` is passed because the operator's default is another layout (N15)."""

@@ -1,39 +1,25 @@
 """Graph on an NPU. Attention takes its lengths from the host, so each replay updates them, call by call."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch_npu
 from torch import Tensor
 
 from app.engine.device.base import AttentionMask, AttentionMetadata, Graph
-from app.engine.npu.rules import EVERY_TOKEN
+from app.engine.npu.attention import AttentionPlan, Lengths
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """Arguments of the attention operator for an AttentionMetadata and a mask.
+class Attended(NamedTuple):
+    """An attention call of a graph. A replay takes its lengths from the plan `meta.plans[mask]`."""
 
-    Query lengths are cumulative, and KV lengths are of each sequence, both on the host (N1 to N3). Causal rows have the
-    mask and sparse_mode 3. Bidirectional rows have no mask and sparse_mode 0. Rows with a window have the mask and
-    sparse_mode 4, and see `pre_tokens` tokens before themselves and `next_tokens` after (N10).
-    """
+    meta: AttentionMetadata
+    mask: AttentionMask
+    sinks: bool
 
-    q_ends: list[int]
-    host_seq_lens: list[int]
-    mask: Tensor | None
-    sparse_mode: int
-    pre_tokens: int = EVERY_TOKEN
-    next_tokens: int = EVERY_TOKEN
-
-    def lengths(self, *, sinks: bool) -> dict[str, list[int]]:
-        """Return both lengths by the operator's argument names, which differ in the version with sinks (N38)."""
-        names = ("actual_seq_qlen", "actual_seq_kvlen") if sinks else ("actual_seq_lengths", "actual_seq_lengths_kv")
-        return dict(zip(names, (self.q_ends, self.host_seq_lens), strict=True))
-
-
-Attended = tuple[AttentionMetadata, AttentionMask, bool]
-"""Attention call of a graph: metadata, mask, and whether it has sinks. A replay takes the plan `meta.plans[mask]`."""
+    def lengths(self) -> Lengths:
+        plan: AttentionPlan = self.meta.plans[self.mask]
+        return plan.lengths(sinks=self.sinks)
 
 
 class NpuGraph(Graph):
@@ -49,10 +35,16 @@ class NpuGraph(Graph):
         self._graph = torch_npu.npu.NPUGraph()
         with torch_npu.npu.graph(self._graph, pool=pool, auto_dispatch_capture=True):
             self.outputs = run()
-        recorded = len(self._graph.graph_dispatch_mode.graph_dispatch_records)
-        if recorded != len(attended):  # torch_npu would give a single entry to all calls
-            raise RuntimeError(f"N22: {len(attended)} attention calls are updated, and {recorded} were recorded")
-        self._attended = attended
+        mode = self._graph.graph_dispatch_mode
+        self._records, self._updates = mode.graph_dispatch_records, mode.update_stream
+        if len(self._records) != len(attended):
+            calls = f"{len(attended)} attention calls are updated, and {len(self._records)} were recorded"
+            raise RuntimeError(f"N22: {calls}")
+        # Layers of one mask share their lengths. A meta is known by its identity, because == would compare tensors.
+        kinds = {(id(call.meta), call.mask, call.sinks): call for call in attended}
+        self._kinds, numbers = list(kinds.values()), {key: i for i, key in enumerate(kinds)}
+        self._kind_of_call = [numbers[id(call.meta), call.mask, call.sinks] for call in attended]
+        self._last: Sequence[Lengths] = ()
 
     @property
     def pool(self) -> tuple[int, int]:
@@ -62,5 +54,49 @@ class NpuGraph(Graph):
 
     def replay(self) -> None:
         """Launch, then update the lengths of every attention call. The device begins before the first call (N27)."""
+        lengths = [kind.lengths() for kind in self._kinds]
+        self._let_updates_wait()
         self._graph.replay()
-        self._graph.update([meta.plans[mask].lengths(sinks=sinks) for meta, mask, sinks in self._attended])
+        self._update(lengths)
+
+    def try_replay(self) -> None:
+        """Update before the launch, because a graph waits without end for a call whose update was refused (N27).
+
+        After a refusal the graph runs with the last lengths, which takes the events that updates have recorded. Left
+        there, they would let the next replay begin before its updates.
+        """
+        lengths = [kind.lengths() for kind in self._kinds]
+        self._let_updates_wait()
+        try:
+            self._update(lengths)
+        except RuntimeError:
+            self._update(self._last)
+            self._graph.replay()
+            raise
+        self._graph.replay()
+
+    def _let_updates_wait(self) -> None:
+        """Let updates wait for the work queued so far, which may be a replay that has not read its lengths.
+
+        Never after this graph's launch: it waits for the updates.
+        """
+        if self._kinds:
+            self._updates.wait_stream(torch_npu.npu.current_stream())
+
+    def _update(self, lengths: Sequence[Lengths]) -> None:
+        """Repeat each recorded call with the lengths of its kind, in one pass.
+
+        The calls keep their other arguments, which are prepared at capture. `NPUGraph.update` does the same more
+        slowly: it looks up a handler for each call, and copies each list of lengths.
+        """
+        updates, begin, end = self._updates, torch_npu.npu.graph_task_update_begin, torch_npu.npu.graph_task_update_end
+        with torch_npu.npu.stream(updates):
+            for record, kind in zip(self._records, self._kind_of_call, strict=True):
+                record.kwargs.update(lengths[kind])
+                begin(updates, record.handle)
+                try:
+                    record.op_cache_entry(*record.args, **record.kwargs)
+                finally:
+                    end(updates)
+                record.event.record(updates)
+        self._last = lengths

@@ -223,7 +223,7 @@ def graphs(root: Path) -> Finding:
         return warning(f"driver {version} is older than HDK {GRAPH_DRIVER}, which graphs need", hint)
     if npu := getattr(sys.modules.get("torch_npu"), "npu", None):
         arguments = inspect.signature(npu.graph.__init__).parameters
-        if "auto_dispatch_capture" not in arguments or not hasattr(npu.NPUGraph, "update"):
+        if "auto_dispatch_capture" not in arguments or not hasattr(npu, "graph_task_update_begin"):
             return warning("this torch_npu cannot update attention in graphs", f"install {BEST_SET}, {otherwise}")
     return ok(f"driver {version}, at least {GRAPH_DRIVER}")
 

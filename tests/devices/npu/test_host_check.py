@@ -122,7 +122,7 @@ def test_graphs_want_a_recent_driver(ask: Callable[..., Finding]) -> None:
 
 
 def test_a_torch_npu_that_cannot_update_attention_in_graphs_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("torch_npu.npu.NPUGraph.update")
+    monkeypatch.delattr("torch_npu.npu.graph_task_update_begin")
     found = host_check.graphs(Path("/nowhere"))
     assert found.status == "warning" and "2.10.0.post4" in found.hint
 

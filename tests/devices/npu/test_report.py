@@ -209,7 +209,9 @@ def test_captures_stop_at_the_first_failure_with_its_words(backend, monkeypatch)
 def test_every_replay_of_the_update_point_gives_all_calls_anew(backend: NpuBackend) -> None:
     with traced() as trace:
         assert point("updates of a graph", backend)["status"] == "ok"
-    assert len(trace.of("update")) == FEW.calls * FEW.repeats and len(trace.of("replay")) == FEW.repeats
+    ways = 2  # ours and torch_npu's
+    assert len(trace.of("update")) == ways * FEW.calls * FEW.repeats
+    assert len(trace.of("replay")) == ways * FEW.repeats
 
 
 # ---- engine -----------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """The engine's graphs on the null device have the right updates, fixed addresses and waits of the host."""
 
-import contextlib
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -14,8 +13,8 @@ import torch_npu
 import app.engine.load.engine as build
 from app.config.engine import EngineConfig
 from app.engine.errors import UnsupportedError
-from app.engine.npu import graph as npu_graph
 from app.engine.npu.backend import NpuBackend
+from app.engine.npu.graph import NpuGraph
 from app.engine.sampling.metadata import GRAPH_KINDS
 from tests import UNTIMED
 from tests.costs import landing_ones
@@ -42,18 +41,19 @@ class Attended:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.eager: list[Lengths] = []
         self.updates: list[list[Lengths]] = []
-        attend, update = torch_npu.npu_fused_infer_attention_score, torch_npu.npu.NPUGraph.update
+        attend, replay = torch_npu.npu_fused_infer_attention_score, NpuGraph.replay
 
         def attended(*args: Any, **kwargs: Any) -> Any:
             self.eager.append((list(kwargs["actual_seq_lengths"]), list(kwargs["actual_seq_lengths_kv"])))
             return attend(*args, **kwargs)
 
-        def updated(graph: Any, entries: list[dict[str, list[int]]]) -> None:
-            self.updates.append([(e["actual_seq_lengths"], e["actual_seq_lengths_kv"]) for e in entries])
-            update(graph, entries)
+        def replayed(graph: NpuGraph) -> None:
+            replay(graph)
+            calls = [record.kwargs for record in graph._records]
+            self.updates.append([(list(e["actual_seq_lengths"]), list(e["actual_seq_lengths_kv"])) for e in calls])
 
         monkeypatch.setattr(torch_npu, "npu_fused_infer_attention_score", attended)
-        monkeypatch.setattr(torch_npu.npu.NPUGraph, "update", updated)
+        monkeypatch.setattr(NpuGraph, "replay", replayed)
 
     def clear(self) -> None:
         self.eager.clear()
@@ -198,34 +198,6 @@ def test_an_engines_operator_calls_can_be_checked_on_a_card(pair: Pair, capsys: 
     assert contract(["--tokens", "8", "--sequences", "2", "--kv-cache-memory", str(8 << 20), *folders]) == 0
     checked, _, rest = capsys.readouterr().out.partition(" ")
     assert int(checked) > 100 and rest.startswith("operator calls kept the rules")
-
-
-class Unread(list[int]):
-    """Lengths whose items no one may read one by one."""
-
-    def __iter__(self) -> Any:
-        raise AssertionError("a replay reads each length")
-
-
-def test_a_replay_hands_lengths_over_without_a_look_at_each(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 256 sequences of a 36-layer target a look at each took 1.5 ms a step."""
-    core, plan = engine(pair), NpuBackend.plan_attention
-    for request in asked():
-        core.add(request)
-    while core.step().stats.kind != "decode":  # attention to long prompts is no replay
-        pass
-    updated: list[Any] = []
-
-    def planned(*args: Any) -> npu_graph.AttentionPlan:
-        made = plan(*args)
-        return replace(made, q_ends=Unread(made.q_ends), host_seq_lens=Unread(made.host_seq_lens))
-
-    monkeypatch.setattr(torch_npu.npu.NPUGraph, "update", lambda graph, entries: updated.extend(entries))
-    monkeypatch.setattr(NpuBackend, "plan_attention", planned)
-    with contextlib.suppress(RuntimeError):  # without updates the null device ends the stream
-        while not updated:
-            core.step()
-    assert updated and all(type(lengths) is Unread for entry in updated for lengths in entry.values())
 
 
 def test_padding_finds_slots_and_positions_where_the_context_is_shorter_than_it() -> None:

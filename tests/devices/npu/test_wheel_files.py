@@ -1,5 +1,6 @@
 """torch_npu 2.10.0.post4, the version that the image ships, read from its wheel: nothing of it is loaded."""
 
+import ast
 import os
 import zipfile
 from pathlib import Path
@@ -10,6 +11,7 @@ from tests.devices.npu.schemas import ATTENTION_OUT, EXPECTED, name_of, parsed, 
 from tests.devices.npu.stubs import wheel_folder
 
 VERSION = "2.10.0.post4"
+GRAPHS = "torch_npu/npu/graphs.py"
 HANDLERS = "torch_npu/npu/_npugraph_handlers/ifa_handler.py"
 
 
@@ -43,3 +45,15 @@ def test_the_images_version_updates_attention_in_graphs_alike(wheel: Path) -> No
         shipped = archive.read(HANDLERS).decode()
     installed = (wheel_folder().parent / HANDLERS).read_text()
     assert [line.rstrip() for line in shipped.splitlines()] == [line.rstrip() for line in installed.splitlines()]
+
+
+@pytest.mark.parametrize("name", ["_GraphDispatchRecord", "_GraphDispatchMode"])
+def test_the_images_version_records_attention_in_graphs_alike(wheel: Path, name: str) -> None:
+    """`NpuGraph` repeats the recorded calls itself, as `_GraphDispatchMode.update_capture_record` does."""
+    with zipfile.ZipFile(wheel) as archive:
+        sources = archive.read(GRAPHS).decode(), (wheel_folder().parent / GRAPHS).read_text()
+    shipped, installed = (
+        next(ast.unparse(node) for node in ast.parse(source).body if getattr(node, "name", "") == name)
+        for source in sources
+    )
+    assert shipped == installed

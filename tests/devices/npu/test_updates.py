@@ -1,0 +1,111 @@
+"""Updates of a graph's attention: their order, what calls share, and what is left after one that is refused."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch_npu
+from torch import Tensor
+
+from app.engine.device.base import AttentionMask
+from app.engine.device.comparison import Attention, Inputs, Paged
+from app.engine.npu.backend import NpuBackend
+from app.engine.npu.graph import NpuGraph
+from tests.devices.npu.null_device import traced
+
+pytestmark = pytest.mark.usefixtures("numerics")
+
+CAUSAL = AttentionMask(causal=True)
+LAYERS = 3
+
+
+class Layers:
+    """A graph of some attention calls over the same pages, each on the result of the one before."""
+
+    def __init__(self) -> None:
+        backend = NpuBackend(torch.device("npu:0"))
+        at = Inputs(backend, torch.bfloat16, torch.bfloat16)
+        self.call: Attention = Paged([(4, 300), (16, 200)], 4, 2, 128, CAUSAL, 128)(at)
+        self.plan([300, 200])
+        self.graph: NpuGraph = backend.capture(self.run, [self.call.meta])
+        self.graph.replay()
+
+    def plan(self, kv_lens: list[int]) -> None:
+        backend, meta = self.call.backend, self.call.meta
+        meta.plans = {CAUSAL: backend.plan_attention(replace(meta, host_seq_lens=kv_lens), CAUSAL, 2)}
+
+    def run(self) -> tuple[Tensor, ...]:
+        q = self.call.q
+        for _ in range(LAYERS):
+            q = replace(self.call, q=q)()
+        return (q,)
+
+    def check(self) -> None:
+        torch.testing.assert_close(self.graph.outputs[0].cpu(), self.run()[0].cpu(), rtol=0, atol=0)
+
+
+def test_updates_wait_for_all_work_before_a_launch_and_never_for_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates of a step must not reach a call that the replay of the step before has not run. The null device runs
+    everything at once, so the order of the calls is looked at."""
+    layers, calls = Layers(), list[str]()
+
+    def noted(owner: Any, name: str) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (calls.append(name), original(*args))[1])
+
+    noted(torch_npu.npu.Stream, "wait_stream")
+    noted(torch_npu.npu.NPUGraph, "replay")
+    noted(torch_npu.npu, "graph_task_update_begin")
+    for _ in range(2):
+        layers.graph.replay()
+    updates = ["graph_task_update_begin"] * LAYERS
+    assert calls == 2 * ["wait_stream", "replay", *updates]
+    calls.clear()
+    layers.graph.try_replay()
+    assert calls == ["wait_stream", *updates, "replay"]
+
+
+def test_calls_of_one_mask_share_their_lengths_which_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 256 sequences of 36 layers, numbers that each call reads again took three quarters of the updates."""
+    layers = Layers()
+    monkeypatch.setattr("app.engine.npu.attention.LONG_LIST", 2)
+    layers.plan([250, 180])
+    layers.graph.replay()
+    first, *others = [record.kwargs for record in layers.graph._records]
+    for name in ("actual_seq_lengths", "actual_seq_lengths_kv"):
+        assert isinstance(first[name], torch._C.ScriptList) and all(call[name] is first[name] for call in others)
+    layers.check()
+
+
+@pytest.mark.parametrize("way", ["replay", "try_replay"])
+def test_a_replay_has_the_lengths_of_its_plan(way: str) -> None:
+    layers = Layers()
+    for kv_lens in ([16, 16], [300, 17], [129, 200]):
+        layers.plan(kv_lens)
+        getattr(layers.graph, way)()
+        layers.check()
+
+
+def test_a_graph_whose_update_was_refused_is_right_again_in_the_next_replay() -> None:
+    """Events of the calls that were updated before must not be left: the next replay would not wait for its updates."""
+    layers = Layers()
+    layers.plan([200, 100])
+    layers.graph.replay()
+    record = layers.graph._records[1]
+    taken = record.op_cache_entry
+
+    def refuse_long(*args: Any, **kwargs: Any) -> Any:
+        if 290 in list(kwargs["actual_seq_lengths_kv"]):
+            raise RuntimeError("call aclnnFusedInferAttentionScoreV3 failed, error code is 561002")
+        return taken(*args, **kwargs)
+
+    record.op_cache_entry = refuse_long
+    layers.plan([290, 190])
+    with traced() as trace, pytest.raises(RuntimeError, match="561002"):
+        layers.graph.try_replay()
+    assert len(trace.of("replay")) == 1
+    layers.plan([250, 150])
+    layers.graph.replay()
+    layers.check()
