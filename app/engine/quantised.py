@@ -1,4 +1,4 @@
-"""A quantised weight, in the one form that all formats are converted to."""
+"""Quantised weights: all formats of 8 bits in one form, and mxfp4."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,6 +6,11 @@ from math import gcd
 
 import torch
 from torch import Tensor
+
+FP4_BLOCK = 32
+"""Numbers of a block of mxfp4."""
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_E8M0_BIAS, _E8M0_NAN = 127, 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,35 @@ class QuantisedWeight:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedFp4:
+    """Experts [E, out, columns] of the `dtype` in mxfp4 (OCP Microscaling Formats 1.0): numbers of 4 bits, e2m1, in
+    blocks of 32 of a row, which have a common power of two, e8m0.
+
+    `data` [E, out, 16 B] uint8 has number j of a block in the low half of its byte j, and number j + 16 in the high
+    one. `scales` [E, B, out] uint8. The first column is number `skipped` of its block, because a rank's slice may begin
+    and end inside of one.
+    """
+
+    data: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+    skipped: int
+    columns: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.scales.nbytes
+
+    def dequantised(self) -> Tensor:
+        """Return the numbers [E, out, columns]. They are exact in bfloat16, and NaN where the scale is."""
+        blocks, scales = self.data.unflatten(-1, (-1, FP4_BLOCK // 2)), self.scales.mT[..., None]
+        table = torch.tensor(_E2M1, device=blocks.device)
+        numbers = table[torch.cat((blocks & 0xF, blocks >> 4), dim=-1).int()]
+        numbers = torch.ldexp(numbers, scales.int() - _E8M0_BIAS).masked_fill_(scales == _E8M0_NAN, torch.nan)
+        return numbers.flatten(-2).narrow(-1, self.skipped, self.columns).to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class QuantisedRows:
     """Activations [T, in] that were quantised for products: `data` in 8 bits, by `scales` in the layout of the backend.
 
@@ -54,6 +88,14 @@ class QuantisedRows:
 
 Rows = Tensor | QuantisedRows  # [T, in] of a product
 Weight = Tensor | QuantisedWeight  # [out, in] of a product, or [E, out, in] of experts
+ExpertWeight = Weight | PackedFp4
+
+
+def packed_fp4(blocks: Tensor) -> Tensor:
+    """Return `PackedFp4.data` of blocks [..., B, 16] of a file, where byte j of a block has its numbers 2j, in the low
+    half, and 2j + 1."""
+    first, second = torch.stack((blocks & 0xF, blocks >> 4), dim=-1).flatten(-2).chunk(2, dim=-1)
+    return (first | second << 4).flatten(-2)
 
 
 def plain(rows: Rows) -> Tensor:

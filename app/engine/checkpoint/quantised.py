@@ -1,4 +1,5 @@
-"""Quantised weights on disk: Qwen's FP8 in blocks, FP8 and int8 by row of compressed-tensors, and msModelSlim's W8A8.
+"""Quantised weights on disk: Qwen's FP8 in blocks, FP8 and int8 by row of compressed-tensors, msModelSlim's W8A8, and
+gpt-oss's mxfp4.
 
 A linear X has `X.weight` in int8 or float8_e4m3fn, and its scales in one of SCALES. These tensors decide whether it is
 quantised, and no list of names does.
@@ -17,6 +18,8 @@ DTYPES = ("I8", "F8_E4M3")
 SCALES = ("weight_scale_inv", "weight_scale", "deq_scale")
 COMPANIONS = (*SCALES, "weight_offset", "input_scale", "input_offset")
 """Tensors of a quantised linear next to its weight and biases. All scales are factors, `weight_scale_inv` too."""
+MXFP4_PARTS = ("blocks", "scales")
+"""Ends of the names of a weight's two tensors in mxfp4."""
 BLOCK = (128, 128)
 """Rows and columns of a scale of FP8 in blocks, unless config.json says otherwise."""
 _TYPES = ("FLOAT", "W8A8", "W8A8_DYNAMIC", "W8A8_MIX", "W8A16")
@@ -50,6 +53,9 @@ def refuse_formats(folder: Path, dtypes: Mapping[str, str], description: Raw) ->
     for name, dtype in dtypes.items():
         stem, _, end = name.rpartition(".")
         wanted = ["weight", "deq_scale", "input_offset"] if end == "quant_bias" else []
+        tensor, _, part = end.rpartition("_")
+        if dtype == "U8" and part in MXFP4_PARTS:
+            wanted = [f"{tensor}_{other}" for other in MXFP4_PARTS]
         if dtype in DTYPES and end == "weight":
             scale = next((scale for scale in SCALES if f"{stem}.{scale}" in dtypes), "weight_scale")
             wanted = [scale, "input_scale"] if scale == "deq_scale" else [scale]

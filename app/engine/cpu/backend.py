@@ -31,7 +31,7 @@ from app.engine.device.base import (
 )
 from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
-from app.engine.quantised import QuantisedWeight, Rows, Weight, plain
+from app.engine.quantised import ExpertWeight, PackedFp4, QuantisedWeight, Rows, Weight, plain
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class CpuBackend(TorchBackend):
         self._num_parameters += packed.numel()
         return packed
 
-    def multiplies(self, weight: QuantisedWeight) -> bool:
+    def multiplies(self, weight: QuantisedWeight | PackedFp4) -> bool:
         """Return True for int8 with a scale a row, if this package's products are compiled."""
         in_8_bits = weight.data.dtype == torch.int8 and weight.data.shape[-1] % linear.INT8_STEP == 0
         return in_8_bits and weight.scales.shape[-1] == 1 and bool(linear.operator_for(weight.dtype))
@@ -179,9 +179,9 @@ class CpuBackend(TorchBackend):
             return multiply(x, weight, bias)
         return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
 
-    def grouped(self, x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
+    def grouped(self, x: Tensor, weight: ExpertWeight, ends: Tensor) -> Tensor:
         """Return `moe.grouped`. An int8 expert multiplies its rows in place, like any other weight."""
-        if isinstance(weight, Tensor):
+        if not isinstance(weight, QuantisedWeight):
             return super().grouped(x, weight, ends)
         parts = [(e, rows) for e, rows in enumerate(x.tensor_split(ends[:-1].long())) if len(rows)]
         experts = (QuantisedWeight(weight.data[e], weight.scales[e], weight.dtype) for e, _ in parts)

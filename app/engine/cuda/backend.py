@@ -11,14 +11,14 @@ from torch import Tensor
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.comm.comm import Comm, Meeting
 from app.engine.comm.device import DeviceComm
-from app.engine.cuda import experts, gated_delta, integers, products, rows
+from app.engine.cuda import experts, fp4, gated_delta, integers, products, rows
 from app.engine.cuda.attention import TILE_ROWS, Geometry, Heads, geometry, paged_attention
 from app.engine.device import accelerator
 from app.engine.device.base import AttentionMask, AttentionMetadata, Defaults, Graph, LayerKv
 from app.engine.device.moe import ExpertWeights, MoeConfig, mixture
 from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
-from app.engine.quantised import QuantisedWeight, Rows, Weight, plain
+from app.engine.quantised import ExpertWeight, PackedFp4, QuantisedWeight, Rows, Weight, plain
 
 DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS")
 """Parts of messages after which no other call of the process can use the device."""
@@ -89,9 +89,10 @@ class CudaBackend(TorchBackend):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rows.add_rms_norm(x, None, weight, eps)[0]
 
-    def multiplies(self, weight: QuantisedWeight) -> bool:
-        """Return True for what `products` multiplies by, on Hopper and later, whose instructions it has."""
-        return products.multiplies(weight) and self.capability >= HOPPER
+    def multiplies(self, weight: QuantisedWeight | PackedFp4) -> bool:
+        """Return True for what `products` and `fp4` multiply by, on Hopper and later, whose instructions they have."""
+        kernels = fp4 if isinstance(weight, PackedFp4) else products
+        return kernels.multiplies(weight) and self.capability >= HOPPER
 
     def pack_quantised(self, weight: QuantisedWeight) -> QuantisedWeight:
         """Return the weight with scales of neighbouring rows side by side."""
@@ -115,6 +116,8 @@ class CudaBackend(TorchBackend):
     def moe(self, x: Rows, weights: ExpertWeights, config: MoeConfig) -> Tensor:
         """Return `Backend.moe`. PyTorch's grouped product takes only bfloat16, and serves many rows of an expert."""
         x = plain(x)
+        if isinstance(weights.gate_up, PackedFp4) or isinstance(weights.down, PackedFp4):
+            return experts.mixture(x, weights, config, fp4.multiply)
         few = (
             FEW_ROWS if isinstance(weights.gate_up, Tensor) else 4 * FEW_ROWS
         )  # cuBLAS would need all experts dequantised
@@ -122,7 +125,8 @@ class CudaBackend(TorchBackend):
             return mixture(x, weights, config, self.grouped, experts.routed)
         return experts.mixture(x, weights, config)
 
-    def grouped(self, x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
+    def grouped(self, x: Tensor, weight: ExpertWeight, ends: Tensor) -> Tensor:
+        assert not isinstance(weight, PackedFp4)
         return super().grouped(x, products.dense(weight), ends)
 
     commit_and_verify = staticmethod(gated_delta.commit_and_verify)

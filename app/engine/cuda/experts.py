@@ -5,6 +5,8 @@ once for all of them. The number of tiles follows from tensor shapes, so a graph
 at once.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -25,11 +27,14 @@ MANY_TILES = 128
 """Tiles of the router's product, without splits of K, that occupy a GPU."""
 
 
-def mixture(x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
-    """Return `Backend.moe`."""
+def mixture(
+    x: Tensor, weights: ExpertWeights, config: MoeConfig, product: Callable[..., Tensor] | None = None
+) -> Tensor:
+    """Return `Backend.moe`, by `multiply` or a `product` like it."""
+    of_pairs: Callable[..., Tensor] = product or multiply
     routing = routed(x, weights, config)
-    gated = _multiply(x, weights.gate_up, weights.gate_up_bias, routing, None, config)
-    out = _multiply(gated, weights.down, weights.down_bias, routing, routing.shares, config)
+    gated = of_pairs(x, weights.gate_up, weights.gate_up_bias, routing, None, config)
+    out = of_pairs(gated, weights.down, weights.down_bias, routing, routing.shares, config)
     return out.view(-1, config.num_experts_per_tok, x.shape[1]).sum(dim=1)
 
 
@@ -74,7 +79,7 @@ def routed(x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Routing:
     return Routing(shares, chosen, order, ends)
 
 
-def _multiply(
+def multiply(
     x: Tensor, w: Weight, bias: Tensor | None, routing: Routing, shares: Tensor | None, config: MoeConfig
 ) -> Tensor:
     """Return the SwiGLU of all pairs in sorted order, or with `shares` the weighted outputs in the order of pairs."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from app.engine.checkpoint.shapes import AttentionMask, DecoderConfig, MoeConfig
 from app.engine.comm.comm import Comm, Meeting
-from app.engine.quantised import QuantisedWeight, Rows, Weight, joined, plain
+from app.engine.quantised import ExpertWeight, PackedFp4, QuantisedWeight, Rows, Weight, joined, plain
 from app.engine.verify import verify
 
 
@@ -74,8 +74,8 @@ class ExpertWeights:
     biases [E], [E, 2I], [E, H], all of them fp32."""
 
     router: Tensor
-    gate_up: Weight
-    down: Weight
+    gate_up: ExpertWeight
+    down: ExpertWeight
     router_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
@@ -228,8 +228,9 @@ class Backend(ABC):
         """Count weights that were stored quantised, and are not on this device."""
         self.widened_bytes += sum(weight.nbytes for weight in weights)
 
-    def multiplies(self, weight: QuantisedWeight) -> bool:
-        """Return True if `linear` takes this quantised weight, and `moe` experts that are quantised like it."""
+    def multiplies(self, weight: QuantisedWeight | PackedFp4) -> bool:
+        """Return True if `linear` takes this quantised weight, and `moe` experts that are quantised like it. One on the
+        meta device asks for its kind."""
         return False
 
     def pack_quantised(self, weight: QuantisedWeight) -> QuantisedWeight:

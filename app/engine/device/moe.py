@@ -9,9 +9,9 @@ from torch import Tensor
 
 from app.engine.checkpoint.shapes import SWIGLU_ALPHA, MoeConfig
 from app.engine.device.base import ExpertWeights
-from app.engine.quantised import Weight
+from app.engine.quantised import ExpertWeight
 
-Multiply = Callable[[Tensor, Weight, Tensor], Tensor]
+Multiply = Callable[[Tensor, ExpertWeight, Tensor], Tensor]
 
 
 class Routing(NamedTuple):
@@ -51,7 +51,7 @@ def routed(x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Routing:
     return Routing(shares, chosen, order, torch.searchsorted(experts, following, out_int32=True))
 
 
-def grouped(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
+def grouped(x: Tensor, weight: ExpertWeight, ends: Tensor) -> Tensor:
     """Return x @ weight[e].T [R, out] for rows [R, in] that are sorted by expert e. `ends` [E] int32 are where
     each expert's rows end."""
     dense = weight if isinstance(weight, Tensor) else weight.dequantised()

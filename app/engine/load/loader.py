@@ -20,7 +20,7 @@ from app.engine.errors import UnsupportedError
 from app.engine.load.scales import Scales
 from app.engine.models.target import Target
 from app.engine.models.weights import Part, Weights
-from app.engine.quantised import QuantisedWeight, Weight
+from app.engine.quantised import FP4_BLOCK, PackedFp4, QuantisedWeight, Weight
 
 _FRACTIONS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _KINDS = {
@@ -81,7 +81,7 @@ class CheckpointWeights:
         stem = name.removesuffix(".quant_bias")
         return name in self._files if stem == name else self._scales.has_bias(f"{stem}.bias")
 
-    def num_bytes(self, multiplies: Callable[[QuantisedWeight], bool], *, to_int8: bool) -> int:
+    def num_bytes(self, multiplies: Callable[[QuantisedWeight | PackedFp4], bool], *, to_int8: bool) -> int:
         """Return `Weights.num_bytes`. A byte of mxfp4 has two numbers."""
         packs = defaultdict[str, list[tuple[int, int]]](list)
         for name, (_, _, shape, kind) in self._files.items():
@@ -93,6 +93,13 @@ class CheckpointWeights:
                 data = torch.empty(shape, dtype=torch.float8_e4m3fn if kind == "F8_E4M3" else torch.int8, device="meta")
                 weight = QuantisedWeight(data, torch.empty(shape[0], groups, device="meta"), self._dtype)
                 narrow = weight.nbytes if multiplies(weight) else wide
+            elif name.endswith("_blocks"):
+                count, out, blocks, size = shape
+                data, exponents = (
+                    torch.empty(count, out, n, dtype=torch.uint8, device="meta") for n in (size * blocks, blocks)
+                )
+                packed = PackedFp4(data, exponents.mT, self._dtype, 0, blocks * FP4_BLOCK)
+                narrow = packed.nbytes if multiplies(packed) else wide
             packs[_PACKED.sub("", name)].append((0, 0) if _LEFT_OUT.match(name) else (wide, narrow))
         return sum(sum(sizes[all(narrow < wide for wide, narrow in pack)] for sizes in pack) for pack in packs.values())
 

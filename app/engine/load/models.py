@@ -50,7 +50,7 @@ def read_models(
     target = family(plan.target, weights, backend, target_layer_ids, comm)
     stored.close()
     if any(sizes := (backend.quantised_bytes >> 20, backend.widened_bytes >> 20)):
-        told = "target: %d MiB of weights stay in 8 bits; others that are quantised became %d MiB of the engine's dtype"
+        told = "target: %d MiB of weights stay quantised; others that are became %d MiB of the engine's dtype"
         logger.info(told, *sizes)
     use_operator(target, plan.target, backend, comm, target_layer_ids)
     if shape is None or draft_weights is None or config.draft is None:

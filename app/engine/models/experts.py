@@ -1,5 +1,6 @@
 """Experts of one layer, read into their fused place one tensor after the other."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -9,12 +10,7 @@ from torch import Tensor
 from app.engine.checkpoint.shapes import MoeConfig
 from app.engine.device.base import ExpertWeights
 from app.engine.models.weights import LayerSource, Part, local_part
-from app.engine.quantised import QuantisedWeight, Weight
-
-MXFP4_BLOCK = 32
-"""Numbers of a block of mxfp4 (OCP Microscaling Formats 1.0), each of 4 bits, e2m1, with a common power of two."""
-_MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-_MXFP4_SCALE_BIAS = 127
+from app.engine.quantised import FP4_BLOCK, ExpertWeight, PackedFp4, QuantisedWeight, Weight, packed_fp4
 
 
 def load_experts(layer: LayerSource, moe: MoeConfig) -> ExpertWeights:
@@ -30,14 +26,17 @@ def load_experts(layer: LayerSource, moe: MoeConfig) -> ExpertWeights:
     if not any(name in layer.weights for name in fused_names):
         gate_up = _one_by_one(layer, count, ("gate", "up"), inner, hidden, 0, router)
         return ExpertWeights(router.float(), gate_up, _one_by_one(layer, count, ("down",), hidden, inner, 1, router))
-    gate_up = layer.backend.empty_experts(router, count, 2 * inner, hidden)
-    down = layer.backend.empty_experts(router, count, hidden, inner)
+    gate_up_shape, down_shape = (count, 2 * inner, hidden), (count, hidden, inner)
+    gate_up: ExpertWeight
+    down: ExpertWeight
     if fused_names[0] in layer.weights:
-        _copy_mxfp4(gate_up, layer, "gate_up_proj", 1, gate_up_blocks)
-        _copy_mxfp4(down, layer, "down_proj", 2)
+        gate_up = _mxfp4(layer, "gate_up_proj", router, gate_up_shape, 1, gate_up_blocks)
+        down = _mxfp4(layer, "down_proj", router, down_shape, 2)
     else:
-        _copy_rows(gate_up, _fused(layer, "gate_up_proj", gate_up.shape, 1, gate_up_blocks), gate_up_blocks)
-        down.copy_(_fused(layer, "down_proj", down.shape, 2))
+        gate_up = layer.backend.empty_experts(router, *gate_up_shape)
+        down = layer.backend.empty_experts(router, *down_shape)
+        _copy_rows(gate_up, _fused(layer, "gate_up_proj", gate_up_shape, 1, gate_up_blocks), gate_up_blocks)
+        down.copy_(_fused(layer, "down_proj", down_shape, 2))
     router = router.float()
     if not moe.has_bias:
         return ExpertWeights(router, gate_up, down)
@@ -97,36 +96,43 @@ def _fused(layer: LayerSource, name: str, shape: tuple[int, ...], split: int, bl
     return layer.get(name, count, in_features, out_features, split=3 - split, blocks=blocks).transpose(1, 2)
 
 
-def _copy_mxfp4(to: Tensor, layer: LayerSource, name: str, split: int, blocks: tuple[int, ...] = ()) -> None:
-    """Copy the experts into `to` [E, out, in], one expert's numbers at a time, from blocks that are [E, out, in].
+def _mxfp4(
+    layer: LayerSource, name: str, like: Tensor, shape: tuple[int, ...], split: int, blocks: tuple[int, ...] = ()
+) -> ExpertWeight:
+    """Return experts [E, out, in], which is `shape`, of blocks in that order: packed if the device multiplies by them
+    so, and else widened to the dtype of `like`.
 
     A rank's columns may begin or end inside of a block, which is then read whole.
     """
-    count, out_features, in_features = to.shape
-    comm = layer.comm
+    count, out_features, in_features = shape
+    comm, backend = layer.comm, layer.backend
     columns = range(in_features) if split == 1 else comm.part(in_features * comm.size)
-    local_blocks = range(columns.start // MXFP4_BLOCK, -(-columns.stop // MXFP4_BLOCK))
+    local_blocks = range(columns.start // FP4_BLOCK, -(-columns.stop // FP4_BLOCK))
 
     def read(kind: str, *rest: int) -> Tensor:
-        stored, packed = layer.name(f"mlp.experts.{name}_{kind}"), partial(layer.weights.get, dtype=torch.uint8)
+        stored, in_bytes = layer.name(f"mlp.experts.{name}_{kind}"), partial(layer.weights.get, dtype=torch.uint8)
         if split == 1 or comm.size == 1:
-            return local_part(packed, stored, (count, out_features, len(local_blocks), *rest), comm, split, blocks)
-        whole = -(-in_features * comm.size // MXFP4_BLOCK)
-        return packed(stored, count, out_features, whole, *rest, part=Part(2, (local_blocks,)))
+            return local_part(in_bytes, stored, (count, out_features, len(local_blocks), *rest), comm, split, blocks)
+        whole = -(-in_features * comm.size // FP4_BLOCK)
+        return in_bytes(stored, count, out_features, whole, *rest, part=Part(2, (local_blocks,)))
 
-    numbers, scales = read("blocks", MXFP4_BLOCK // 2), read("scales")
+    numbers, stored_scales = read("blocks", FP4_BLOCK // 2), read("scales")
+    data, scales = torch.empty_like(numbers).flatten(2), torch.empty_like(stored_scales.mT)
+    _copy_rows(scales.mT, stored_scales, blocks)
     for expert in range(count):
         at = slice(expert, expert + 1)
-        values = dequantised(numbers[at], scales[at], to.dtype)
-        _copy_rows(to[at], values.narrow(2, columns.start - local_blocks.start * MXFP4_BLOCK, in_features), blocks)
-
-
-def dequantised(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return numbers [..., 32 * B] of mxfp4 blocks [..., B, 16] and scales [..., B], both uint8, low half first."""
-    table = torch.tensor(_MXFP4_VALUES, device=blocks.device)
-    halves = torch.stack((blocks & 0xF, blocks >> 4), dim=-1).flatten(-2)
-    exponents = scales.to(torch.int32).unsqueeze(-1) - _MXFP4_SCALE_BIAS
-    return torch.ldexp(table[halves.int()], exponents).flatten(-2).to(dtype)
+        _copy_rows(data[at], packed_fp4(numbers[at]), blocks)
+    del numbers
+    whole = PackedFp4(data, scales, like.dtype, columns.start - local_blocks.start * FP4_BLOCK, in_features)
+    if backend.multiplies(whole):
+        backend.quantised_bytes += whole.nbytes
+        return whole
+    wide = backend.empty_experts(like, *shape)
+    for expert in range(count):
+        at = slice(expert, expert + 1)
+        wide[at] = replace(whole, data=data[at], scales=scales[at]).dequantised()
+    backend.count_widened(wide)
+    return wide
 
 
 def _copy_rows(to: Tensor, stored: Tensor, blocks: tuple[int, ...]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.comm.comm import ALONE, Comm
 from app.engine.device.base import Backend
-from app.engine.quantised import QuantisedWeight, Weight
+from app.engine.quantised import PackedFp4, QuantisedWeight, Weight
 
 W = TypeVar("W", Tensor, Weight)
 
@@ -40,8 +40,8 @@ class Weights(Protocol):
     @property
     def names(self) -> Iterable[str]: ...
 
-    def num_bytes(self, multiplies: Callable[[QuantisedWeight], bool], *, to_int8: bool) -> int:
-        """Return the bytes of all tensors on a device, which keeps quantised weights of products in 8 bits if it
+    def num_bytes(self, multiplies: Callable[[QuantisedWeight | PackedFp4], bool], *, to_int8: bool) -> int:
+        """Return the bytes of all tensors on a device, which keeps quantised weights of products as they are if it
         `multiplies` by them. With `to_int8` all weights of products are. Others are in the engine's dtype."""
 
     def get(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:

@@ -23,7 +23,7 @@ from app.engine.npu import rules
 from app.engine.npu.attention import AttentionPlan
 from app.engine.npu.error_codes import explain
 from app.engine.npu.graph import Attended, NpuGraph
-from app.engine.quantised import QuantisedWeight, Rows, Weight, plain
+from app.engine.quantised import ExpertWeight, PackedFp4, QuantisedWeight, Rows, Weight, plain
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ class NpuBackend(Backend):
         cos, sin = rotation
         return torch_npu.npu_rotary_mul(x_thd.contiguous(), cos, sin)
 
-    def multiplies(self, weight: QuantisedWeight) -> bool:
+    def multiplies(self, weight: QuantisedWeight | PackedFp4) -> bool:
         """Return True for int8 with one scale a row, unless an axis is too long for the operator (N41)."""
         by_row = weight.data.dtype == torch.int8 and weight.scales.shape[-1] == 1
         return by_row and weight.dtype == torch.bfloat16 and max(weight.data.shape) <= rules.MAX_AXIS
@@ -279,7 +279,7 @@ class NpuBackend(Backend):
         return accelerator.peak_memory(run, torch_npu.npu)
 
 
-def _grouped(rows: Tensor, weight: Weight, bias: Tensor | None, counts: Tensor) -> Tensor:
+def _grouped(rows: Tensor, weight: ExpertWeight, bias: Tensor | None, counts: Tensor) -> Tensor:
     """Return rows [R, in], sorted by expert, times weight [E, out, in] of their expert. `counts` [E] int64 are rows.
 
     With weights in int8, rows are quantised to int8 with a scale each.
@@ -288,6 +288,7 @@ def _grouped(rows: Tensor, weight: Weight, bias: Tensor | None, counts: Tensor) 
     if isinstance(weight, QuantisedWeight):
         scales, weight = weight.scales.flatten(1), weight.data
         rows, row_scales = torch_npu.npu_dynamic_quant(rows)
+    assert isinstance(weight, Tensor)
     (out,) = torch_npu.npu_grouped_matmul(
         [rows],
         [weight.transpose(1, 2)],

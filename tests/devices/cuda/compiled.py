@@ -28,7 +28,7 @@ from app.engine.cuda.backend import CudaBackend, InvariantCudaBackend
 from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv, ProjectedRows
 from app.engine.device.gated_delta import GatedDeltaStep
 from app.engine.device.moe import ExpertWeights, MoeConfig
-from app.engine.quantised import QuantisedWeight
+from app.engine.quantised import PackedFp4, QuantisedWeight
 from tools.lab.random_weights import BLOCK_SIZE, DRAFT_LAYERS, TARGETS
 
 SM_90 = GPUTarget("cuda", 90, 32)
@@ -165,6 +165,21 @@ def launch_quantised_experts(backend: CudaBackend) -> None:
             backend.moe(empty(rows, hidden), ExpertWeights(router, *weights), moe)
 
 
+def launch_packed_experts(backend: CudaBackend) -> None:
+    """Experts of gpt-oss in mxfp4, whole and for a rank that begins inside of a block, for few rows and for many."""
+    hidden, moe = EXPERTS[-1]
+    count = moe.num_experts
+    router = empty(count, hidden, dtype=torch.float32), empty(count, dtype=torch.float32)
+    for inner, skipped in ((2880, 0), (720, 16)):
+        biases = [empty(*shape, dtype=torch.float32) for shape in ((count, 2 * inner), (count, hidden))]
+        weights = []
+        for out, size, before in ((2 * inner, hidden, 0), (hidden, inner, skipped)):
+            data, scales = (empty(count, out, -(-(before + size) // 32) * n, dtype=torch.uint8) for n in (16, 1))
+            weights.append(PackedFp4(data, scales.mT, torch.bfloat16, before, size))
+        for rows in (1, 128, 129):
+            backend.moe(empty(rows, hidden), ExpertWeights(router[0], *weights, router[1], *biases), moe)
+
+
 def launch_fixed_attention() -> None:
     """Attention whose parts have one size, over many programs and in one."""
     backend = InvariantCudaBackend(torch.device("cpu"))
@@ -254,7 +269,7 @@ def report(models: list[str]) -> Iterator[dict[str, Any]]:
     compiled, backend = compile_only(), CudaBackend(torch.device("cpu"))
     backend.multiprocessors = 132
     seen = set()
-    for model in ["few rows", *models, "others", "sinks", "fixed", "quantised"]:
+    for model in ["few rows", *models, "others", "sinks", "fixed", "quantised", "packed"]:
         if model in TARGETS:
             launch_all(TARGETS[model], backend)
         elif model == "sinks":
@@ -264,6 +279,8 @@ def report(models: list[str]) -> Iterator[dict[str, Any]]:
             launch_quantised_experts(backend)
         elif model == "few rows":
             launch_products_of_few_rows(backend)
+        elif model == "packed":
+            launch_packed_experts(backend)
         elif model == "fixed":
             launch_fixed_products()
             launch_fixed_attention()

@@ -19,7 +19,7 @@ WEIGHT = 1
 """Number of the weight among the arguments of `product`."""
 KERNELS = (
     "attend combine norm gated convolved rope_and_write locate_rows embed accept advance route sort_pairs "
-    "expert_rows mix recur product dequantise"
+    "expert_rows expert_rows4 mix recur product dequantise"
 ).split()
 
 
@@ -88,3 +88,13 @@ def test_experts_in_8_bits_are_compiled_and_a_multiprocessor_holds_four(kernels:
     assert names.count("expert_rows") == 4 and names.count("dequantise") >= 2  # gate and up, and down, of both kinds
     for kernel in found:
         assert 4 * kernel["registers"] * kernel["warps"] * 32 <= REGISTERS and 4 * kernel["shared"] <= SHARED_MEMORY
+
+
+def test_packed_experts_are_on_the_tensor_cores_own_instructions_and_two_stand_beside_one_another(kernels) -> None:
+    """Of tiles for few pairs a multiprocessor holds four, and of those of a prompt one."""
+    found = [kernel for kernel in kernels if kernel["model"] == "packed" and kernel["kernel"] == "expert_rows4"]
+    assert len(found) == 2 * 2 * 2 and all(kernel["wgmma"] for kernel in found)  # slices, products, tiles
+    for kernel in found:
+        beside = 4 if kernel["warps"] == 4 else 1
+        assert beside * kernel["registers"] * kernel["warps"] * 32 <= REGISTERS, kernel
+        assert beside * kernel["shared"] <= SHARED_MEMORY, kernel

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from app.engine.device.base import ExpertWeights
-from app.engine.quantised import QuantisedWeight
+from app.engine.quantised import PackedFp4, QuantisedWeight
 
 Tensors = dict[str, Tensor]
 E4M3 = torch.float8_e4m3fn
@@ -145,7 +145,7 @@ def bytes_of(model: nn.Module) -> int:
         elif isinstance(value, tuple | dict):
             for part in value.values() if isinstance(value, dict) else value:
                 add(part)
-        elif isinstance(value, QuantisedWeight | ExpertWeights):
+        elif isinstance(value, QuantisedWeight | PackedFp4 | ExpertWeights):
             add(tuple(getattr(value, field.name) for field in fields(value)))
 
     for module in model.modules():

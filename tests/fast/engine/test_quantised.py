@@ -522,7 +522,7 @@ def test_bytes_in_8_bits_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFi
     stored = load_file(pair.target / "model.safetensors")
     wanted = sum(tensor.numel() + 4 * len(tensor) for name, tensor in stored.items() if is_linear(name))
     assert (backend.quantised_bytes, backend.widened_bytes) == (wanted, 0)
-    assert f"target: {wanted >> 20} MiB of weights stay in 8 bits" in caplog.text
+    assert f"target: {wanted >> 20} MiB of weights stay quantised" in caplog.text
 
 
 MEMORY: list[tuple[str, str, dict[str, Any]]] = [
