@@ -22,7 +22,10 @@ TILE_ROWS = 16
 """Query rows that share a tile, so one pass over K and V. Each row takes `group` rows of the tile's matrix."""
 SEARCHED_SEQS = tl.constexpr(128)
 """Sequences that a tile searches at a time to find the one that it belongs to."""
-MAX_SPLITS = 16
+MAX_SPLITS = 32
+LEAST_OF_A_ROW, LEAST_OF_ROWS = 64, 128
+"""Tokens of a split of a tile with one row, and with more. On an H200 a block over 1,024 tokens took 12 % longer in 16
+splits than in 8."""
 COMBINED_PARTIALS = 32
 """Partial results that a program of `combine` reads, of that many heads divided by the splits."""
 CHUNK = 512
@@ -53,6 +56,7 @@ class Geometry:
     tokens: int  # that a program reads at a time
     warps: int
     stages: int
+    least: int  # tokens of a split, but for the last one; programs that get none end at once
     chunk: int = 0  # tokens of a fixed chunk; 0 gives each program of a tile one contiguous range
 
 
@@ -60,7 +64,8 @@ def tile_of(heads: Heads, dtype: torch.dtype, *, plain: bool, fixed: bool) -> tu
     """Return the tokens that a program reads at a time, and Triton's warps and stages.
 
     Triton keeps `stages` less two tiles of K and V in flight; with three it waits for each tile at once. For 16
-    bits and heads of 128 they are the fastest of those measured on an H200 (docs/results).
+    bits and heads of 128 they are the fastest of those measured on an H200 (docs/results), but for `geometry`'s single
+    sequence.
     """
     narrow, wide = dtype.itemsize <= 2, heads.head_dim > 128
     if plain:
@@ -90,7 +95,11 @@ def geometry(
     most = max(1, (2 if plain else 1) * multiprocessors // (busy * heads.num_kv_heads))
     tiles = num_seqs if plain else num_seqs + num_rows // rows
     splits = most if fixed else 1 << (min(MAX_SPLITS, most).bit_length() - 1)
-    return Geometry(rows, tiles, splits, *tile_of(heads, dtype, plain=plain, fixed=fixed), CHUNK if fixed else 0)
+    tokens, warps, stages = tile_of(heads, dtype, plain=plain, fixed=fixed)
+    if plain and busy == 1 and narrow and not wide and splits * heads.num_kv_heads > multiprocessors:
+        stages = 2  # a split is short, and the other program of the multiprocessor fills its waits
+    least = LEAST_OF_A_ROW if plain else LEAST_OF_ROWS
+    return Geometry(rows, tiles, splits, tokens, warps, stages, least, CHUNK if fixed else 0)
 
 
 def splits_of_chunks(launch: Geometry, numbers: int, tokens: int) -> tuple[int, int]:
@@ -125,11 +134,11 @@ def paged_attention(
     if splits > 1:
         partials = torch.empty(num_rows, heads, num_partials, dim, dtype=torch.float32, device=o.device)
         sums = torch.empty(num_rows, heads, num_partials, 2, dtype=torch.float32, device=o.device)
-        if launch.chunk:
-            counts = torch.empty(num_rows, heads, dtype=torch.int32, device=o.device)
-        elif launch.rows == 1:
+        if launch.rows == 1 and not launch.chunk:
             assert launch.tiles * kv_heads <= MAX_TILES
             counts, in_flight = counters(o.device), max(1, NUMBERS_IN_FLIGHT // (block_m * dim))
+        else:
+            counts = torch.empty(num_rows, heads, dtype=torch.int32, device=o.device)
     attend[splits, kv_heads, launch.tiles](  # idle tiles come last
         q,
         kv.k,
@@ -151,6 +160,7 @@ def paged_attention(
         DIM=dim,
         PAGE=page_size,
         ROWS=launch.rows,
+        LEAST=launch.least,
         CHUNK=launch.chunk,
         IS_SPLIT=splits > 1,
         IN_FLIGHT=in_flight,
@@ -167,7 +177,7 @@ def paged_attention(
         combine[triton.cdiv(num_heads, block),](
             partials,
             sums,
-            counts if launch.chunk else None,
+            counts,
             sinks,
             o,
             num_heads,
@@ -222,6 +232,7 @@ def attend(
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
+    LEAST: tl.constexpr,
     CHUNK: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     IN_FLIGHT: tl.constexpr,
@@ -235,10 +246,10 @@ def attend(
     A tile has ROWS query rows of one sequence by the GROUP query heads of a KV head. Row m of its matrix is query row
     m // GROUP, head m % GROUP. WINDOW is 0 without a window.
 
-    With CHUNK 0 a split is one share of the tokens. Otherwise it is every n-th chunk of CHUNK tokens, counted from the
-    sequence's first one. With IS_SPLIT programs store partial results (highest base-2 score, sum of weights, unscaled
-    o) for `combine`, or for the last program of the tile if IN_FLIGHT is not 0. That one adds them in the order of the
-    splits, IN_FLIGHT at a time, so no bit depends on which program is last.
+    With CHUNK 0 a split is one share of the tokens, LEAST of them or more. Otherwise it is every n-th chunk of CHUNK
+    tokens, counted from the sequence's first one. With IS_SPLIT programs store partial results (highest base-2 score,
+    sum of weights, unscaled o) for `combine`, or for the last program of the tile if IN_FLIGHT is not 0. That one adds
+    them in the order of the splits, IN_FLIGHT at a time, so no bit depends on which program is last.
     """
     split, kv_head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(0)
@@ -273,12 +284,18 @@ def attend(
     STRIDE: tl.constexpr = KV_HEADS * DIM
     if CHUNK == 0:
         share = tl.cdiv(tl.cdiv(end - start, BLOCK_N), num_splits) * BLOCK_N
-        begin, stop = start + split * share, tl.minimum(start + (split + 1) * share, end)
+        share = tl.maximum(share, LEAST)
+        begin = start + split * share
+        if IS_SPLIT and begin >= end:
+            return
+        stop = tl.minimum(begin + share, end)
         highest, total, acc = over_tokens(
             highest, total, acc, begin, stop, q, k, v, table, position, sees, scale, STRIDE, DIM, PAGE, WINDOW, BLOCK_N
         )
         if IS_SPLIT:
             store_partial(sum_ptr, partial_ptr, heads * num_partials + split, highest, total, acc, is_row, DIM)
+            if IN_FLIGHT == 0 and stop == end:
+                tl.store(count_ptr + heads, split + 1 + 0 * row, mask=is_row)
     else:
         first_chunk = start // CHUNK
         chunks = tl.cdiv(end, CHUNK) - first_chunk
@@ -303,6 +320,7 @@ def attend(
     if IN_FLIGHT > 0:
         tl.debug_barrier()  # all warps have stored before one of them counts
         arrived = count_ptr + tile * KV_HEADS + kv_head
+        num_splits = tl.cdiv(end - start, share)  # with tokens
         if tl.atomic_add(arrived, 1, sem="acq_rel") == num_splits - 1:
             tl.store(arrived, 0)
             highest, total, acc = no_tokens(sinks, BLOCK_M, DIM)
@@ -411,12 +429,10 @@ def combine(
     BLOCK: tl.constexpr,
     IN_FLIGHT: tl.constexpr,
 ):
-    """Add the partial results of BLOCK heads in their order, all of them or each head's count."""
+    """Add the partial results of BLOCK heads, each head's count of them, in their order."""
     head = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = head < num_heads
-    count = tl.where(inside, num_partials, 0)
-    if count_ptr is not None:
-        count = tl.minimum(tl.load(count_ptr + head, mask=inside, other=0), num_partials)
+    count = tl.minimum(tl.load(count_ptr + head, mask=inside, other=0), num_partials)
     highest, total, acc = no_tokens(None if sink_ptr is None else sink_ptr + head % HEADS, BLOCK, DIM)
     head = head.to(tl.int64)
     partial, most = head * num_partials, tl.max(count)

@@ -44,7 +44,8 @@ def backend() -> CudaBackend:
 
 
 def attended(case: Paged, backend: CudaBackend, **changed: int) -> torch.Tensor:
-    launched = replace(backend.geometry(case.q, case.kv, case.meta), **changed)
+    least = {"least": changed["tokens"]} if "tokens" in changed else {}  # contexts here are short
+    launched = replace(backend.geometry(case.q, case.kv, case.meta), **least | changed)
     return paged_attention(case.q, case.kv, case.meta, case.mask, launched, case.sinks)
 
 
@@ -152,7 +153,7 @@ def test_what_lies_in_unused_slots_and_pages_changes_no_bit(backend):
     for causal in (True, False):
         for splits in (1, 2):
             outputs = [
-                attended(Paged([4, 1], [20, 33], causal=causal, garbage=garbage), backend, splits=splits)
+                attended(Paged([4, 1], [20, 33], causal=causal, garbage=garbage), backend, splits=splits, tokens=16)
                 for garbage in (0.0, float("nan"), -1e30)
             ]
             assert all(torch.equal(outputs[0], other) for other in outputs[1:])
@@ -185,7 +186,7 @@ def test_a_graphs_tiles_have_room_for_all_rows_however_a_replay_spreads_them(blo
             assert at.rows > 1 or at.tiles >= len(spread)
 
 
-@pytest.mark.parametrize(("num_seqs", "splits"), [(1, 16), (2, 16), (4, 8), (8, 4), (16, 2), (32, 1), (64, 1)])
+@pytest.mark.parametrize(("num_seqs", "splits"), [(1, 32), (2, 16), (4, 8), (8, 4), (16, 2), (32, 1), (64, 1)])
 def test_one_row_a_sequence_is_split_over_two_tiles_a_multiprocessor(num_seqs, splits):
     """A sequence without rows, which a graph has behind the others, takes no splits from them."""
     assert shape([1] * num_seqs).splits == shape([1] * num_seqs + [0]).splits == splits
@@ -195,6 +196,57 @@ def test_one_row_a_sequence_is_split_over_two_tiles_a_multiprocessor(num_seqs, s
 def test_blocks_are_split_over_one_tile_a_multiprocessor(num_seqs, splits):
     assert shape([16] * num_seqs).splits == shape([0] * num_seqs + [16 * num_seqs]).splits == splits
     assert shape([4] * num_seqs).splits == splits
+
+
+def test_few_kv_heads_are_split_over_the_multiprocessors_too():
+    """Of 27B's kind, whose 4 KV heads in 16 splits would leave half of an H200 idle."""
+    for kv_heads, of_a_row, of_a_block in ((8, 32, 16), (4, 32, 32), (2, 32, 32)):
+        for rows, splits in ((1, of_a_row), (16, of_a_block)):
+            assert geometry([rows], Heads(32, kv_heads, 256), torch.bfloat16, 132).splits == splits
+
+
+def test_a_single_row_has_two_stages_where_a_multiprocessor_has_two_programs():
+    assert [shape([1] * num_seqs).stages for num_seqs in (1, 2, 32)] == [2, 5, 5]
+    assert shape([16]).stages == 5
+    assert geometry([1], Heads(32, 4, 128), torch.bfloat16, 132).stages == 5
+    assert geometry([1], Heads(32, 8, 128), torch.bfloat16, 132, fixed=True).stages == 5
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "tokens", "window", "used"),
+    [
+        ([1], 130, None, 3),
+        ([1], 1000, None, 16),
+        ([1], 1000, 300, 5),
+        ([16], 150, None, 2),
+        ([16, 3], 1000, None, 8),
+        ([16, 3], 1000, 300, 3),
+    ],
+)
+def test_a_split_has_64_tokens_of_a_row_and_128_of_a_block(backend, monkeypatch, query_lens, tokens, window, used):
+    """Programs without tokens store nothing, and nothing waits for them."""
+    launch_of, sums = attention.attend, []
+
+    class Noted:
+        def __getitem__(self, grid):
+            def launched(*args, **options):
+                sums.append(args[5].fill_(float("nan")))
+                launch_of[grid](*args, **options)
+
+            return launched
+
+    monkeypatch.setattr(attention, "attend", Noted())
+    case = Paged(query_lens, [tokens] * len(query_lens), window=window)
+    check(case, backend, splits=32, tokens=16, least=backend.geometry(case.q, case.kv, case.meta).least)
+    assert (sums[0][..., 1].isfinite().sum(dim=-1) == used).all()
+
+
+@pytest.mark.parametrize(("dtype", "rows"), [(torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 16)], ids=str)
+def test_long_contexts_of_few_kv_heads_come_together_from_all_splits(backend, monkeypatch, dtype, rows):
+    monkeypatch.setattr(backend, "multiprocessors", 132)
+    case = Paged([rows], [16_000], heads=4, kv_heads=1, dtype=dtype)
+    assert backend.geometry(case.q, case.kv, case.meta).splits == 32
+    check(case, backend)
 
 
 def test_eager_steps_find_the_kernels_that_graphs_compiled():
