@@ -5,11 +5,12 @@ fraction of the largest value of the result; integers must be equal.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from math import isnan
+from math import gcd, isnan
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ FLOAT32_BYTES = 4
 WINDOW = 100
 """Tokens that a row of sliding attention sees. Not a multiple of a page, so pages are cut."""
 HINT = "do not serve on it; with versions that belong together, report this output"
+E4M3_GROUP, E4M3_MAX = 128, 448.0
 EXPERTS = MoeConfig(16, 4, intermediate_size=256, norm_topk_prob=True)
 
 
@@ -55,11 +57,16 @@ class Case:
 @dataclass(frozen=True, slots=True)
 class Extent:
     """Shapes that are compared: heads are (query heads, KV heads, D), `causal` and `both_ways` requests by name.
-    `recurrent` is (k heads, v heads, D) of a Gated DeltaNet layer; the default is Qwen3.5-9B's."""
+    RoPE turns the first `turning` of a head's dims, and with `sinks` each head has one. Products are by weights in 16
+    bits and in `formats`, names of FORMATS. `recurrent` is (k heads, v heads, D) of a Gated DeltaNet layer; the default
+    is Qwen3.5-9B's."""
 
     heads: tuple[tuple[int, int, int], ...]
     causal: dict[str, Lens]
     both_ways: dict[str, Lens]
+    turning: float = 1.0
+    sinks: bool = False
+    formats: tuple[str, ...] = ("int8",)
     page: int = 128
     past: float | None = None
     tolerance: float = TOLERANCE
@@ -85,16 +92,9 @@ SMALL = Extent(
 """Enough for `check` to tell an operator that works from one that does not, in a second."""
 
 
-def cases(extent: Extent) -> dict[str, list[Case]]:
-    """Return the cases of each operator. A shape lists the sizes in the order of the function that makes the inputs."""
-    hidden, inner, page, block = extent.hidden, extent.intermediate, extent.page, extent.block
-    rounding, loose = extent.tolerance, max(extent.tolerance, TOLERANCE)
-    row_bytes, weight_bytes = NUMBER_BYTES * hidden, NUMBER_BYTES * hidden * inner
-    made: dict[str, list[Case]] = defaultdict(list)
-
-    def add(name: str, make: Callable[..., Prepared], *sizes: int, tolerance: float = 0.0, moved: int = 0) -> None:
-        made[name].append(Case(str(list(sizes)), lambda at: make(at, *sizes), tolerance, moved))
-
+def of_heads(extent: Extent) -> dict[str, list[Case]]:
+    """Return the cases of attention, RoPE and the writing of KV, for all heads."""
+    loose, page, made = max(extent.tolerance, TOLERANCE), extent.page, defaultdict[str, list[Case]](list)
     for heads, kv_heads, dim in extent.heads:
         attentions = [
             ("causal_attention", AttentionMask(causal=True), extent.causal),
@@ -102,27 +102,48 @@ def cases(extent: Extent) -> dict[str, list[Case]]:
             ("sliding_attention", AttentionMask(causal=True, window=WINDOW), extent.both_ways),
             ("sliding_attention", AttentionMask(causal=False, window=WINDOW), extent.both_ways),
         ]
+        traits = ", sinks" * extent.sinks
         for name, mask, loads in attentions:
             for load, lens in loads.items():
-                paged = Paged(lens, heads, kv_heads, dim, mask, page)
-                shape = f"{heads} heads to {kv_heads}, D {dim}, {mask}, {load}: {len(lens)} requests"
+                paged = Paged(lens, heads, kv_heads, dim, mask, page, extent.sinks)
+                shape = f"{heads} heads to {kv_heads}, D {dim}{traits}, {mask}, {load}: {len(lens)} requests"
                 made[name].append(Case(shape, paged, loose, paged.moved))
+        for n in extent.num_rows:
+            sizes = [n, heads, kv_heads, dim, page]
+            write = partial(_qkv_into_kv, sizes=sizes, turning=extent.turning)
+            moved = 2 * NUMBER_BYTES * n * (heads + 2 * kv_heads) * dim
+            turned = f", {extent.turning:g} turned" * (extent.turning < 1)
+            made["qkv_into_kv"].append(Case(f"{sizes}{turned}", write, loose, moved))
+    return made
+
+
+def cases(extent: Extent) -> dict[str, list[Case]]:
+    """Return the cases of each operator. A shape lists the sizes in the order of the function that makes the inputs."""
+    hidden, inner, page, block = extent.hidden, extent.intermediate, extent.page, extent.block
+    rounding, loose = extent.tolerance, max(extent.tolerance, TOLERANCE)
+    row_bytes, weight_bytes = NUMBER_BYTES * hidden, NUMBER_BYTES * hidden * inner
+    made = of_heads(extent)
+
+    def add(name: str, make: Callable[..., Prepared], *sizes: int, tolerance: float = 0.0, moved: int = 0) -> None:
+        made[name].append(Case(str(list(sizes)), lambda at: make(at, *sizes), tolerance, moved))
+
     heads, kv_heads, dim = extent.heads[-1]
     for n in extent.num_rows:
         add("rms_norm", _rms_norm, n, hidden, tolerance=rounding, moved=2 * n * row_bytes)
         add("add_rms_norm", _add_rms_norm, n, hidden, tolerance=rounding, moved=4 * n * row_bytes)
-        add("linear", _linear, n, hidden, inner, 16, tolerance=rounding, moved=weight_bytes)
-        add("linear", _linear, n, hidden, inner, 8, tolerance=loose, moved=weight_bytes // 2)
+        add("linear", _linear, n, hidden, inner, tolerance=rounding, moved=weight_bytes)
         add("gated_mlp", _gated_mlp, n, hidden, inner, tolerance=loose, moved=3 * weight_bytes)
-        for bits, bound in ((16, loose), (8, 2 * loose)):  # an NPU rounds the rows of both products to 8 bits, too
-            add("moe", partial(_moe, moe=extent.experts), n, hidden, bits, tolerance=bound)
+        add("moe", partial(_moe, moe=extent.experts), n, hidden, tolerance=loose)
+        for name in extent.formats:
+            product = partial(_linear, rows=n, hidden=hidden, width=inner, name=name)
+            made["linear"].append(Case(f"{[n, hidden, inner]} in {name}", product, loose, weight_bytes // 2))
+            mixture = partial(_moe, rows=n, hidden=hidden, moe=extent.experts, name=name)
+            made["moe"].append(Case(f"{[n, hidden]} in {name}", mixture, FORMATS[name].of_experts * loose))
         for _, kv, d in extent.heads:
             add("write_kv", _write_kv, n, kv, d, page)
         for h, d in sorted({(heads, dim) for heads, _, dim in extent.heads}):
             add("rope", _rope, n, h, d, tolerance=rounding)
             add("rms_norm", _rms_norm, n, h, d, tolerance=rounding)
-        moved = 2 * NUMBER_BYTES * n * (heads + 2 * kv_heads) * dim
-        add("qkv_into_kv", _qkv_into_kv, n, heads, kv_heads, dim, page, tolerance=loose, moved=moved)
         moved = 4 * NUMBER_BYTES * n * extent.layers * kv_heads * dim
         add("context_into_kv", _context_into_kv, n, extent.layers, kv_heads, dim, page, tolerance=loose, moved=moved)
     for batch in extent.batches:
@@ -167,35 +188,71 @@ def _gated_mlp(at: Inputs, rows: int, hidden: int, inner: int) -> Prepared:
     return lambda: at.backend.gated_mlp(x, gate_up, down)
 
 
-def _moe(at: Inputs, rows: int, hidden: int, bits: int, moe: MoeConfig) -> Prepared:
+def _moe(at: Inputs, rows: int, hidden: int, moe: MoeConfig, name: str = "") -> Prepared:
+    x, weights = at.normal(rows, hidden), experts(at, hidden, moe, name)
+    return lambda: at.backend.moe(x, weights, moe)
+
+
+def experts(at: Inputs, hidden: int, moe: MoeConfig, name: str = "") -> ExpertWeights:
+    """Return random experts, in the format `name` if this backend multiplies by it."""
     count, inner = moe.num_experts, moe.intermediate_size
 
     def packed(out_features: int, in_features: int) -> Weight:
         shape = count, out_features, in_features
         values = at.normal(*shape, scale=in_features**-0.5)
-        quantised = QuantisedWeight.int8(values)
-        if bits == 16 or not at.backend.multiplies(quantised):
-            return at.backend.empty_experts(values, *shape).copy_(values if bits == 16 else quantised.dequantised())
+        if not name:
+            return at.backend.empty_experts(values, *shape).copy_(values)
+        quantised = FORMATS[name].of(values)
+        if not at.backend.multiplies(quantised):
+            return at.backend.empty_experts(values, *shape).copy_(quantised.dequantised())
         data = at.backend.empty_experts(quantised.data, *shape).copy_(quantised.data)
         return at.backend.pack_linear(replace(quantised, data=data))
 
     router = at.normal(count, hidden, scale=hidden**-0.5).float()
-    weights = ExpertWeights(router, packed(2 * inner, hidden), packed(hidden, inner))
-    x = at.normal(rows, hidden)
-    return lambda: at.backend.moe(x, weights, moe)
+    return ExpertWeights(router, packed(2 * inner, hidden), packed(hidden, inner))
 
 
-def _linear(at: Inputs, rows: int, hidden: int, width: int, bits: int) -> Prepared:
+def _linear(at: Inputs, rows: int, hidden: int, width: int, name: str = "") -> Prepared:
     x, weight = at.normal(rows, hidden), at.normal(width, hidden)
-    packed = at.backend.pack_linear(QuantisedWeight.int8(weight) if bits == 8 else weight)
+    if name:
+        x = at.put(FORMATS[name].rows(x.cpu()))
+    packed = at.backend.pack_linear(FORMATS[name].of(weight) if name else weight)
     return lambda: at.backend.linear(x, packed)
 
 
-def _qkv_into_kv(at: Inputs, rows: int, heads: int, kv_heads: int, dim: int, page: int) -> Prepared:
+def in_e4m3(values: Tensor) -> QuantisedWeight:
+    """Return a weight [.., out, in] in e4m3 with a scale for 128 numbers of a row."""
+    groups = values.float().unflatten(-1, (-1, gcd(values.shape[-1], E4M3_GROUP)))
+    scales = groups.abs().amax(-1) / E4M3_MAX
+    return QuantisedWeight((groups / scales[..., None]).flatten(-2).to(torch.float8_e4m3fn), scales, values.dtype)
+
+
+def rows_of_e4m3(x: Tensor) -> Tensor:
+    """Return rows like x that e4m3 holds exactly, with a scale of 1 a group, so that no rounding hides an error."""
+    rows = (64 * x).round().clamp(-6, 6) * 64
+    rows[..., ::E4M3_GROUP] = E4M3_MAX
+    return rows
+
+
+class Format(NamedTuple):
+    """A format of weights in 8 bits: `of` quantises, and `rows` turns random rows into those of a product. Experts'
+    error is at most `of_experts` times others', because rows of both products may be rounded to 8 bits."""
+
+    of: Callable[[Tensor], QuantisedWeight]
+    rows: Callable[[Tensor], Tensor]
+    of_experts: int
+
+
+E4M3 = Format(in_e4m3, rows_of_e4m3, 4)
+FORMATS = {"int8": Format(QuantisedWeight.int8, lambda x: x, 2), "e4m3": E4M3}
+
+
+def _qkv_into_kv(at: Inputs, sizes: Sequence[int], turning: float) -> Prepared:
+    rows, heads, kv_heads, dim, page = sizes
     qk, v = at.normal(rows, heads + kv_heads, dim), at.normal(rows, kv_heads, dim)
     qkv, norms = torch.cat((at.ordered(qk), v), dim=1), (at.ordered(at.normal(dim)), at.ordered(at.normal(dim)))
     kv, slots = at.pages(rows, page, kv_heads, dim, ordered=True), at.scattered(rows, rows)
-    rotation = at.rotation(rows, dim)
+    rotation = at.rotation(rows, dim, turning)
 
     def call() -> tuple[Tensor, ...]:
         q = at.backend.qkv_into_kv(ProjectedRows(qkv, *norms, EPS, rotation, kv, slots))

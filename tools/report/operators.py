@@ -1,8 +1,10 @@
 """Every operator of the device's backend against the CPU, and how long it takes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from math import isnan
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from app.engine.device.base import Backend
 from app.engine.device.comparison import Inputs, Lens, Prepared
 from app.engine.device.factory import make_backend
 from app.engine.sampling.sampler import Sampler
+from tools.report import hazards
 from tools.report.part import Options, Part, Result, describe
 from tools.report.roofline import Chip, chip_of
 from tools.report.timing import Seconds, Timer, timer
@@ -34,9 +37,14 @@ def about_pages(rows: Sequence[int], edges: Sequence[int], long: Sequence[int], 
     return {"causal": both_ways | {"prefill": prefill}, "both_ways": both_ways}
 
 
-def of_graphs(batches: Sequence[int], block: int, context: int) -> dict[str, Any]:
-    """Return the loads of an Extent: batches as graphs replay them, with padding after the sequences."""
-    causal: dict[str, Lens] = {}
+PROMPTS: dict[str, Lens] = {"a prompt": [(300, 300)], "prompts behind others": [(129, 1500), (1, 700), (257, 257)]}
+
+
+def of_graphs(
+    batches: Sequence[int], block: int, context: int, prompts: Mapping[str, Lens] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Return the loads of an Extent: `prompts`, and batches as graphs replay them, with padding after the sequences."""
+    causal = dict(prompts)
     both_ways: dict[str, Lens] = {}
     for batch in batches:
         kv_lens = [context - 37 * i % (context // 2 + 1) for i in range(batch)]
@@ -61,13 +69,22 @@ NPU = Extent(
 CUDA = Extent(
     heads=((32, 8, 128),),
     **of_graphs((1, 32), 16, 1024),
+    formats=("int8", "e4m3"),
     page=16,
     past=float("nan"),
-    num_rows=(1, 16, 32, 512),
+    num_rows=(1, 16, 64, 512),
     batches=(1, 32),
 )
 """One layer of Qwen3-8B and of its draft, at the widths that graphs serve."""
-EXTENTS = {"npu": NPU, "cuda": CUDA}
+FAMILIES = tuple(
+    replace(CUDA, heads=heads, **of_graphs((8,), 16, 1024, PROMPTS), num_rows=(16,), **traits)
+    for heads, traits in (
+        (((24, 4, 256), (16, 2, 256)), {"turning": 0.25}),
+        (((64, 8, 64),), {"sinks": True}),
+    )
+)
+"""Heads of the hybrids, of which RoPE turns a quarter, and of gpt-oss."""
+EXTENTS = {"npu": (NPU,), "cuda": (CUDA, *FAMILIES)}
 
 
 def _noise_bits(at: Inputs, rows: int, vocab: int) -> Prepared:
@@ -126,8 +143,14 @@ def of_torch(vocab: int) -> dict[str, list[Case]]:
 
 def parts(options: Options) -> list[Part]:
     """Return a part for each operator; on a GPU, which outlives most errors, for each case."""
-    extent, opened = EXTENTS[options.kind], partial(make_backend, options.device)
-    return parts_of(operators.cases(extent) | of_torch(VOCAB), extent.past, opened, each_case=options.kind == "cuda")
+    (extent, *families), opened = EXTENTS[options.kind], partial(make_backend, options.device)
+    cases = operators.cases(extent) | of_torch(VOCAB)
+    for family in families:
+        for name, of_family in operators.of_heads(family).items():
+            cases[name] += of_family
+    on_gpu = options.kind == "cuda"
+    more = hazards.parts(options, hazards.HazardSizes()) if on_gpu else []
+    return more + parts_of(cases, extent.past, opened, each_case=on_gpu)
 
 
 def parts_of(

@@ -28,9 +28,9 @@ class Chip:
         return max(read / self.bandwidth, operations / self.flops)
 
 
-H200 = Chip(4.3e12, 790e12, "measured on an H200: a large copy, and large matrix products")
 CHIPS = {
-    "NVIDIA H200": H200,
+    "NVIDIA H200": Chip(4.3e12, 790e12, "measured on an H200: a large copy, and large matrix products"),
+    "NVIDIA H100": Chip(3.0e12, 798e12, "measured on an H100: a large copy, and large matrix products"),
     "Ascend910B2": Chip(1.6e12, 354e12),
     "Ascend910B3": Chip(1.6e12, 295e12),
     "Ascend910B4": Chip(0.8e12, 280e12),

@@ -66,8 +66,10 @@ class Inputs:
         """Undo `ordered`, so that results of all backends compare."""
         return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if self.backend.interleaved_rope else x
 
-    def rotation(self, rows: int, dim: int) -> tuple[Tensor, ...]:
+    def rotation(self, rows: int, dim: int, turning: float = 1.0) -> tuple[Tensor, ...]:
+        """Return a `Rotation` that turns the first `turning` of each head's dims."""
         angles = torch.arange(rows * dim // 2).view(rows, -1) / dim
+        angles[:, round(turning * dim) // 2 :] = 0.0
         tables = self.backend.rotary_tables(angles, self.rounded)
         rotation = self.backend.rotation_at(tables, self.int32(range(rows)))
         return tuple(part if part.is_complex() else part.to(self.dtype) for part in rotation)

@@ -5,6 +5,7 @@ whose own library has kernels, and ours are loaded here, once for the process.
 import importlib
 import importlib.util
 import os
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,20 @@ else:
     collect_ignore_glob = ["test_*.py"]
     if os.environ.get("CI"):
         raise RuntimeError(f"{REASON}: pip install '.[dev]'")
+
+
+@pytest.fixture
+def sums_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of tiles that add K from its first number on, because NumPy's library looks at the place of a row."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> TensorHandle:
+        total = d.data.copy()
+        for column, row in zip(a.data.T, b.data, strict=True):
+            total += column[:, None] * row
+        return TensorHandle(total, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import app.engine.load.engine as build
-from app.engine.cuda.backend import CudaBackend
+from app.engine.cuda.backend import CudaBackend, InvariantCudaBackend
 from app.engine.load.engine import Engine
 from app.messages import Request
 from tests.fast.engine.flat_request import flat_request
@@ -27,6 +27,11 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, make: Callable[[torch.device], 
     """Engines that are built from now on have this backend, without a start-up's self-test."""
     monkeypatch.setattr(build, "make_backend", lambda device, **_: make(torch.device(device)))
     monkeypatch.setattr(build, "check_attention", lambda *_: None)
+
+
+def interpreted(device: str, *, batch_invariant: bool = False) -> CudaBackend:
+    """Return the backend of a GPU, on a CPU."""
+    return (InvariantCudaBackend if batch_invariant else CudaBackend)(torch.device("cpu"))
 
 
 def engine(pair: Pair, draft: bool = True, **wishes: Any) -> Engine:

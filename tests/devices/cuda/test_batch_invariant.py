@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from app.engine.cuda import attention, eight_bits, products
 from app.engine.cuda.backend import InvariantCudaBackend
@@ -22,24 +21,12 @@ from tests.fast.engine.paged import Paged, attended
 from tests.fast.engine.pairs import make_pair
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("sums_in_order")
 
 COUNTS = (1, 3, 16, 64, 512)
 HIDDEN = 64
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def sums_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of tiles that add K from its first number on, because NumPy's library looks at the place of a row."""
-
-    def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> TensorHandle:
-        total = d.data.copy()
-        for column, row in zip(a.data.T, b.data, strict=True):
-            total += column[:, None] * row
-        return TensorHandle(total, d.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,11 @@ from torch.cuda._utils import _get_device_index as index_of
 from app.check import operators
 from app.check.operators import Extent
 from app.engine.cuda import gated_delta
-from app.engine.cuda.backend import CudaBackend
+from app.engine.cuda.backend import CudaBackend, InvariantCudaBackend
 from app.engine.device.base import GatedDeltaStep
-from tools.report import command
+from app.engine.device.moe import MoeConfig
+from tests.devices.cuda.engines import interpreted
+from tools.report import command, hazards
 from tools.report import section as report_section
 from tools.report.operators import compared, of_graphs, of_torch
 from tools.report.part import Options, Result
@@ -44,6 +48,45 @@ KERNELS = (
 @pytest.fixture(scope="module")
 def backend() -> CudaBackend:
     return CudaBackend(torch.device("cpu"))
+
+
+HAZARDS = hazards.HazardSizes(128, 48, MoeConfig(4, 2, 32, norm_topk_prob=True), (2, 40), (2, 17), (20,))
+
+
+def hazards_found(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    monkeypatch.setattr(hazards, "make_backend", interpreted)
+    return {part.name: part.run()["passed"] for part in hazards.parts(Options("cuda"), HAZARDS)}
+
+
+@pytest.mark.usefixtures("sums_in_order")
+def test_products_and_experts_are_checked_in_graphs_alone_and_with_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all((found := hazards_found(monkeypatch)).values()), found
+    assert len(found) == 9
+
+
+@pytest.mark.usefixtures("sums_in_order")
+def test_what_a_graph_keeps_of_its_capture_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def frozen(self: CudaBackend, run: Callable[[], tuple[Tensor, ...]], metas: object) -> SimpleNamespace:
+        return SimpleNamespace(outputs=run(), replay=lambda: None)
+
+    monkeypatch.setattr(CudaBackend, "capture", frozen)
+    assert {name for name, passed in hazards_found(monkeypatch).items() if not passed} == {
+        f"{kind} in {name}, replayed" for kind in ("product", "experts") for name in ("16 bits", "int8", "e4m3")
+    }
+
+
+@pytest.mark.usefixtures("sums_in_order")
+def test_a_row_whose_bits_are_the_batchs_and_a_nan_that_is_lost_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (CudaBackend, InvariantCudaBackend):
+
+        def of_batch(self: CudaBackend, x: Tensor, *weights: Any, own: Any = kind.linear) -> Tensor:
+            out = own(self, x, *weights).nan_to_num(480.0)
+            return out + out.abs().amax() * 0.01
+
+        monkeypatch.setattr(kind, "linear", of_batch)
+    wrong = {name for name, passed in hazards_found(monkeypatch).items() if not passed}
+    alone = {f"rows alone in {name}, --batch-invariant" for name in ("int8", "e4m3")}
+    assert wrong == alone | {"NaN in e4m3"}
 
 
 def ran(run: Callable[[], object]) -> float:
