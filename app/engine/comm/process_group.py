@@ -12,7 +12,8 @@ from app.engine.comm.comm import Comm, Meeting
 
 
 def start_process_group(meeting: Meeting, libraries: str) -> None:
-    """Wait until all ranks have come. `libraries` is a backend of torch.distributed, like "gloo".
+    """Wait until all ranks have come, which divide the host's threads. `libraries` is a backend of torch.distributed,
+    like "gloo".
 
     Raises RuntimeError if they do not come in time, or cannot be reached.
     """
@@ -28,6 +29,8 @@ def start_process_group(meeting: Meeting, libraries: str) -> None:
             f"rank {meeting.rank} cannot join {meeting.size} ranks (--distributed-timeout-seconds "
             f"{meeting.timeout_seconds}, GLOO_SOCKET_IFNAME {os.environ.get('GLOO_SOCKET_IFNAME')}): {error}"
         ) from error
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // meeting.size))
 
 
 class GlooComm(Comm):
@@ -37,8 +40,6 @@ class GlooComm(Comm):
         """Wait until all ranks have come."""
         super().__init__(meeting.rank, meeting.size)
         start_process_group(meeting, "gloo")
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, torch.get_num_threads() // meeting.size))
 
     def all_gather(self, x: Tensor) -> Tensor:
         gathered = x.new_empty((self.size, *x.shape))

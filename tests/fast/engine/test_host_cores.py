@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from app.engine import host_cores as cores
+from app.engine.comm.comm import Meeting
+from app.engine.comm.process_group import start_process_group
 
 
 @pytest.fixture
@@ -41,6 +43,17 @@ def test_a_container_of_cgroup_v1_has_its_share_too(host, quota, expected):
     (host / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
     (host / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
     assert cores.num_own_cores() == expected
+
+
+@pytest.mark.parametrize("libraries", ["gloo", "cpu:gloo,npu:hccl"])
+def test_ranks_of_a_host_divide_its_threads_whatever_their_devices(libraries, monkeypatch, tmp_path):
+    chosen = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 96)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    start_process_group(Meeting(0, 8, tmp_path / "store", 60), libraries)
+    assert chosen == [12]
 
 
 @pytest.mark.parametrize(("variable", "threads", "expected"), [(None, 6, 4), (None, 2, 2), ("6", 6, 6)])
