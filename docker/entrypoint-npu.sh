@@ -15,6 +15,12 @@ load() { # in a function, because a sourced script would see the server's argume
 load
 # The host's driver is mounted.
 export LD_LIBRARY_PATH="$driver:$driver/common:$driver/driver${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+# jemalloc, as in vllm-ascend's image, unless LD_PRELOAD is given, empty or not. It ends programs on a host whose pages
+# have another size than it was built for.
+jemalloc=/usr/local/lib/libjemalloc.so.2
+if [ -z "${LD_PRELOAD+given}" ] && [ -z "$(LD_PRELOAD=$jemalloc /bin/true 2>&1)" ]; then
+  export LD_PRELOAD=$jemalloc
+fi
 if [ "$1" = python3 ]; then # python3 -m tools.report --device npu
   exec "$@"
 fi

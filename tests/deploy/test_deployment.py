@@ -6,6 +6,7 @@ Schemas hold what keys a manifest may have. Tests hold what files must agree on,
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import threading
 import tomllib
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -34,6 +36,7 @@ from app.messages import FinishReason
 from app.metrics import TABLE
 from tests import ROOT
 from tests.deploy.schemas import schema_errors
+from tests.images import recipe
 
 DOCKER = ROOT / "docker"
 BIN = Path(sys.executable).parent
@@ -209,7 +212,8 @@ def wrong_values(query: str) -> list[str]:
 
 FOREIGN_FLAGS = {
     "docker": "file tag build-arg platform rm name publish shm-size stop-timeout device volume group-add user env "
-    "runtime entrypoint detach profile from chmod interval timeout start-period retries mount init help",
+    "cap-drop cpuset-cpus runtime entrypoint detach profile from chmod interval timeout start-period retries mount "
+    "init help",
     "pip": "no-cache-dir no-deps no-build-isolation no-index only-binary require-hashes requirement index-url",
     "other tools": "out yes no-install-recommends gid uid create-home non-unique local-dir local_dir model format "
     "target from-literal",
@@ -271,9 +275,7 @@ def test_every_flag_and_variable_exists(name: str) -> None:
 
 
 def instructions(name: str) -> list[tuple[str, str]]:
-    """(instruction, its text) of a Dockerfile, continued lines joined, comments left out."""
-    text = re.sub(r"\\\n\s*", " ", re.sub(r"^\s*#.*\n", "", read(f"docker/{name}"), flags=re.MULTILINE))
-    return [(line.partition(" ")[0], line.partition(" ")[2]) for line in text.splitlines() if line.strip()]
+    return recipe.instructions(DOCKER / name)
 
 
 def image_variables(name: str) -> dict[str, str]:
@@ -299,6 +301,32 @@ def test_the_build_arguments_in_the_guide_are_the_dockerfiles() -> None:
     }
     assert documented == arguments
     assert arguments["CANN_VERSION"] == "9.1.0"
+
+
+def commands_of_docker() -> list[list[str]]:
+    blocks = "\n".join(re.findall(r"```console\n(.*?)```", GUIDE, re.DOTALL)).replace("\\\n", " ")
+    return [shlex.split(line[2:], comments=True) for line in blocks.splitlines() if line.startswith("$ docker ")]
+
+
+def test_the_guides_commands_come_in_order_and_are_the_recipes_and_composes() -> None:
+    commands, order = commands_of_docker(), ("pull", "build", "run", "compose")
+    kinds = [words[1] for words in commands]
+    assert kinds == sorted(kinds, key=order.index) and set(kinds) == set(order)
+    recipes = instructions("Dockerfile.npu")
+    default = dict(text.split("=", 1) for kind, text in recipes if kind == "ARG" and "=" in text)
+    base = next(text for kind, text in recipes if kind == "FROM" and "CANN" in text).replace("${", "{")
+    pulled = {words[2] for words in commands if words[1] == "pull"}
+    assert pulled == {base.format(**default | {"CHIP": chip}) for chip in ("910b", "a3")}
+    for words in commands:
+        options = {name: [value for flag, value in pairwise(words) if flag == name] for name in words}
+        assert all((ROOT / value).is_file() for value in options.get("--file", []))
+        assert all(value.partition("=")[0] in default for value in options.get("--build-arg", []))
+        if words[1] == "run" and "--mount" in words:
+            mounted = {part for value in options["--mount"] for part in value.split(",") if part.startswith("target=")}
+            service, device = services()["server-0"], words.index("dflash-server:npu")
+            assert [value for value in options["--device"] if value in words[:device]] == service["devices"]
+            assert mounted == {f"target={volume['target']}" for volume in service["volumes"]} - {"target=/home/dflash"}
+            assert all(value.endswith(",readonly") for value in options["--mount"])
 
 
 PATHS = {route.path for router in ROUTERS for route in router.routes}  # type: ignore[attr-defined]
@@ -576,8 +604,11 @@ def test_the_entrypoint_sets_cann_up_and_becomes_the_server(entrypoint: list[str
     assert opp == "opp:0", "set_env.sh saw the server's arguments"
     assert libraries.split(":")[0] == f"{tmp_path}/Ascend/driver/lib64" and libraries.split(":")[-1] == "/base"
     assert arguments == "<serve></models/a b>"
-    said = subprocess.check_output([*entrypoint, "python3", "-c", "import os; print(os.environ['ASCEND_OPP_PATH'])"])
-    assert said == b"opp:0\n", "a report has the same environment"
+    program = "import os; print(os.environ['ASCEND_OPP_PATH'], os.environ.get('LD_PRELOAD'))"
+    said = subprocess.check_output([*entrypoint, "python3", "-c", program])
+    assert said == b"opp:0 None\n", (
+        "a report has the same environment, and an allocator that cannot be loaded is left out"
+    )
 
 
 def test_the_entrypoint_says_where_cann_is_missing(entrypoint: list[str], tmp_path: Path) -> None:
