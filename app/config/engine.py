@@ -125,6 +125,12 @@ class EngineConfig:
     max_graphs: int = _setting(
         ENGINE, 48, "most graphs of forwards; a step that fits none exactly is padded to the next larger one", gt=0
     )
+    prompts_in_graphs: Literal["auto", "off"] = _setting(
+        ENGINE,
+        "auto",
+        "auto | off: run short prompts from graphs on an NPU, unless a trial at startup says otherwise",
+        metavar="WHEN",
+    )
     tune: Literal["auto", "off"] = _setting(
         ENGINE, "auto", "auto | off: time products of few rows on a CPU at startup", metavar="WHEN"
     )

@@ -192,24 +192,39 @@ def wide_blocks(backend: Backend, sizes: QuestionSizes) -> Result:
 
 @point("a chunk in a graph", "causal attention of a prompt's rows from a graph that was captured with other lengths")
 def chunk_in_graph(backend: Backend, sizes: QuestionSizes) -> Result:
-    """Replay a graph whose last request had fewer rows at capture, as do the engine's (N42)."""
-    paged = sizes.paged([(16, 300), (3, 129), (160, 190)])
+    """Replay twice a graph of two layers that was captured with one request of 16 rows, and padding: with a chunk's 160
+    rows, and with one row, each after a context that has another kernel for few rows (N42)."""
 
-    def replayed(at: Inputs) -> Prepared:
-        call = paged(at)
-        plans = call.meta.plans
-        call.meta.plans = {call.mask: replace(planned(call), q_ends=[160, 176, 179])}
-        graph = backend.capture(lambda: (call(),), [call.meta])
-        call.meta.plans = plans
+    def loaded(lens: Lens) -> tuple[Operator, Operator]:
+        paged = sizes.paged(lens)
 
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return graph.outputs[0]
+        def layers(call: Attention) -> torch.Tensor:
+            return replace(call, q=call())()
 
-        return replay
+        def replayed(at: Inputs) -> Prepared:
+            call = paged(at)
+            plans, rows = call.meta.plans, len(call.q)
+            call.meta.plans = {call.mask: replace(planned(call), q_ends=[16, rows])}
+            graph = backend.capture(lambda: (layers(call),), [call.meta])
+            call.meta.plans = plans
 
-    error = difference(backend, replayed, past=FULL, dtype=torch.bfloat16, against=paged)[1]
-    return _right("A chunk is taken, and", [error])
+            def replay() -> torch.Tensor:
+                for _ in range(2):
+                    graph.try_replay()
+                return graph.outputs[0]
+
+            return replay
+
+        def eager(at: Inputs) -> Prepared:
+            return partial(layers, paged(at))
+
+        return replayed, eager
+
+    loads = [loaded(lens) for lens in ([(160, 1500), (1, 1)], [(1, 1500), (160, 160)])]
+    errors = [
+        difference(backend, replayed, past=FULL, dtype=torch.bfloat16, against=eager)[1] for replayed, eager in loads
+    ]
+    return _right("A chunk is taken, and", errors)
 
 
 def attention_of_heads(call: Attention, kv: LayerKv) -> torch.Tensor:

@@ -129,6 +129,11 @@ class Graph(ABC):
     def replay(self) -> None:
         """Launch the work with the current values of its input tensors and the current plans of its metas."""
 
+    def try_replay(self) -> None:
+        """`replay` with plans that were not tried. If the device refuses them, raises RuntimeError, and other plans may
+        follow."""
+        self.replay()
+
 
 class Backend(ABC):
     """Operators of one device. T is rows, H hidden size, D head size; `_thd` is [T, heads, D]. Hidden states have the

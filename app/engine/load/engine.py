@@ -22,6 +22,7 @@ from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.dflash.model import DFlashModel
 from app.engine.dflash.report import log_draft
 from app.engine.errors import UnsupportedError
+from app.engine.load.chunk_trial import chunks_are_right
 from app.engine.load.loader import CheckpointWeights, OpenWeights
 from app.engine.load.made_up_steps import measure_costs, step_memory
 from app.engine.load.memory import kv_bytes, make_state_slots, make_states, with_pages
@@ -179,7 +180,11 @@ def _runner(
     try:
         if on_graph and graph_sizes:
             graphs = StepGraphs(forward, layout, counts, pages=pages, on_graph=on_graph, comm=comm)
-            layout = replace(layout, graphs=graphs.captured_sizes)
+            captured = graphs.captured_sizes
+            if captured.chunks and not separate_prefill:
+                chunks = chunks_are_right(graphs, layout, sizes, pools, backend, comm)
+                captured = replace(captured, chunks=chunks)
+            layout = replace(layout, graphs=captured)
     except torch.OutOfMemoryError as error:
         raise UnsupportedError(
             "graphs do not fit next to weights and KV: give a smaller --kv-cache-memory or --memory-utilization, "

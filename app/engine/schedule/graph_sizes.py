@@ -22,6 +22,7 @@ class GraphSizes:
     drafts: list[Size]
     block_size: int
     spare: int  # rows of each target for padding: 0 if attention takes sequences without rows, else 1
+    chunks: bool = True  # graphs may hold prompt chunks
 
     @property
     def max_rows(self) -> int:
@@ -38,7 +39,18 @@ class GraphSizes:
 
     def with_chunks(self, num_seqs: int, num_rows: int) -> Size | None:
         """Return (sequences, rows) that a step with prompt chunks is padded to, or None for one too large."""
-        return next((size for size in self._fitting(num_seqs, num_rows) if size[1] <= CHUNK_ROWS + self.spare), None)
+        fitting = self._fitting(num_seqs, num_rows) if self.chunks else iter(())
+        return next((size for size in fitting if size[1] <= CHUNK_ROWS + self.spare), None)
+
+    def with_longest_chunks(self) -> dict[Size, int]:
+        """Return the target graphs to try with a prompt chunk, the largest of each mean width, and the chunk's rows:
+        all but the spare one and one for each other sequence."""
+        largest = {}
+        for seqs, rows in self.targets if self.chunks else []:
+            chunk = rows - self.spare - (seqs - 1)
+            if chunk > 1 and rows <= CHUNK_ROWS + self.spare:
+                largest[(rows - self.spare) // seqs] = (seqs, rows), chunk
+        return dict(largest.values())
 
     def _fitting(self, num_seqs: int, num_rows: int) -> Iterator[Size]:
         for seqs, rows in self.targets:

@@ -1,6 +1,7 @@
 """Which sizes of decode steps are captured in graphs, decided at startup."""
 
 import logging
+from dataclasses import replace
 
 from app.config.engine import EngineConfig
 from app.engine.device.base import Backend
@@ -25,7 +26,8 @@ def plan_graphs(config: EngineConfig, max_num_seqs: int, block_size: int, backen
         max_graphs = limit
     draft_graphs = config.draft is not None and not config.draft_enforce_eager
     spare = 0 if backend.allows_empty_sequences else 1
-    return settle_graph_sizes(max_num_seqs, block_size, max_graphs, draft_graphs=draft_graphs, spare=spare)
+    sizes = settle_graph_sizes(max_num_seqs, block_size, max_graphs, draft_graphs=draft_graphs, spare=spare)
+    return replace(sizes, chunks=config.prompts_in_graphs == "auto")
 
 
 def settle_graph_sizes(

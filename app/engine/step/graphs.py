@@ -78,8 +78,12 @@ class StepGraphs:
             self._capture(self.draft_graphs, (blocks, width), draft, self._run_draft, what)
             on_graph(done := done + 1, total)
         captured = [*self.target_graphs][::-1], [*self.draft_graphs][::-1]
-        self.captured_sizes = GraphSizes(*captured, block_size, sizes.spare)
+        self.captured_sizes = GraphSizes(*captured, block_size, sizes.spare, sizes.chunks)
         self._logits = None
+
+    @property
+    def vocab_size(self) -> int:
+        return self._forward.target.config.vocab_size
 
     def draft(self, inputs: DraftInputs[Ints]) -> Tensor:
         """Return drafts [D, b - 1], valid until the next ones. Blocks are padded if drafts have graphs."""
@@ -109,11 +113,29 @@ class StepGraphs:
             forward.verify(tensors.inputs, graph.outputs[0], self.drafts, self.verified[: size[0] + 1])
         return self.verified[: size[0] + 1]
 
+    def error_of(self, inputs: TargetInputs[Ints]) -> float:
+        """Return the largest error of hidden states from a graph, whose lengths were not tried, as a share of the
+        largest value that the same code computes without it: NaN if one is. Raises RuntimeError if they are refused.
+
+        All ranks make the same collectives, whatever is refused on one of them.
+        """
+        graph, tensors = self.target_graphs[len(inputs.prev_rows), len(inputs.token_ids)]
+        self._send(tensors, inputs)
+        self._run_target(tensors)
+        self._logits = None
+        hidden = self._hidden[: len(inputs.token_ids)]
+        wanted = hidden.float()
+        graph.try_replay()
+        return float((hidden.float() - wanted).abs().max() / wanted.abs().max())
+
     def _replay(self, graph: Graph, tensors: OnDevice[Any], inputs: Any) -> None:
+        self._send(tensors, inputs)
+        graph.replay()
+
+    def _send(self, tensors: OnDevice[Any], inputs: Any) -> None:
         assert tensors.packed
         tensors.packed.send(arrays(inputs))
         self._forward.plan(tensors, inputs)
-        graph.replay()
 
     def _keep(self, drafts: Tensor) -> Tensor:
         """Store drafts [D, columns] for the target to verify, and return them as [D, b - 1]."""

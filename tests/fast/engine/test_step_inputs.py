@@ -285,6 +285,14 @@ def test_prompts_of_some_200_rows_take_a_graph_and_larger_steps_none() -> None:
     ]  # fmt: skip
     assert sizes.with_chunks(1, 242) is None and sizes.with_chunks(64, 256) == (64, 257)
     assert sizes.with_chunks(100, 150) is None, "it would be 513 rows"
+    assert replace(sizes, chunks=False).with_chunks(1, 16) is None
+
+
+def test_the_longest_chunk_is_tried_in_the_largest_graph_of_each_width() -> None:
+    sizes = settle_graph_sizes(256, 16, 48, draft_graphs=True, spare=1)
+    assert sizes.with_longest_chunks() == {(64, 257): 193, (32, 257): 225, (16, 257): 241}
+    assert not replace(sizes, chunks=False).with_longest_chunks()
+    assert settle_graph_sizes(1, 16, 48, draft_graphs=True, spare=1).with_longest_chunks()[1, 17] == 16
 
 
 def test_rows_are_shared_in_sizes_between_powers_of_two() -> None:
