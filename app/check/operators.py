@@ -30,9 +30,7 @@ from app.engine.device.comparison import (
 )
 from app.engine.device.moe import ExpertWeights, MoeConfig
 from app.engine.device.probe import Finding, failed, ok
-from app.engine.models.gated_delta_net import Recurrence
-from app.engine.models.recurrent_rows import SequenceRows
-from app.engine.models.state_pool import LayerState
+from app.engine.device.recurrent import GatedDeltaStep, GatedDeltaWeights, LayerState
 from app.engine.quantised import QuantisedWeight, Weight
 
 EPS = 1e-6
@@ -323,19 +321,21 @@ def _commit_and_verify(at: Inputs, batch: int, width: int, k_heads: int, v_heads
         at.normal(2 * batch + 1, block, shape.input_width),
         at.int32([40] * (2 * batch + 1)),
     )
-    weights = at.normal(shape.channels, 4), at.normal(v_heads).float() - 1, at.normal(v_heads).float() - 1
+    gates = at.normal(v_heads).float() - 1, at.normal(v_heads).float() - 1
+    weights = GatedDeltaWeights(at.normal(shape.channels, 4), *gates)
     slots, next_slots = at.int32(1 + each), at.int32(1 + batch + each)
     starts, lens = at.int32((40 + accepted) * ~is_new), at.int32(counts)
     row, first = torch.arange(width), counts.cumsum(0) - counts
     is_row = row < counts[:, None]
     rows = at.int32(torch.where(is_row, first[:, None] + row, 0)).long()
     row_indices = at.int32(is_row.flatten().nonzero()[:, 0])
-    step = SequenceRows(slots.long(), next_slots.long(), starts, lens, rows, row_indices)
-    inputs, kept = at.normal(int(counts.sum()), shape.input_width), is_row.to(at.backend.device)[..., None]
-    recurrence = Recurrence(shape, at.backend, *weights)
+    inputs = at.normal(int(counts.sum()), shape.input_width)
+    places = slots.long(), next_slots.long(), starts, lens, rows, row_indices
+    step = GatedDeltaStep(inputs, weights, memory, *places, at.backend.memory_is_host)
+    kept = is_row.to(at.backend.device)[..., None]
 
     def call() -> tuple[Tensor, ...]:
-        o = recurrence.verify(inputs, step, memory)
+        o = at.backend.commit_and_verify(step)
         pending = memory.pending[step.next_slots, :width].masked_fill(~kept, 0.0)
         return o, memory.matrix, memory.conv, memory.num_tokens, pending
 

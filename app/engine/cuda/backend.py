@@ -11,7 +11,7 @@ from torch import Tensor
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.comm.comm import Comm, Meeting
 from app.engine.comm.device import DeviceComm
-from app.engine.cuda import experts, fp4, gated_delta, integers, products, rows
+from app.engine.cuda import experts, fp4, gated_delta, gated_delta_prompts, integers, products, rows
 from app.engine.cuda.attention import TILE_ROWS, Geometry, Heads, geometry, paged_attention
 from app.engine.device import accelerator
 from app.engine.device.base import AttentionMask, AttentionMetadata, Defaults, Graph, LayerKv
@@ -130,6 +130,8 @@ class CudaBackend(TorchBackend):
         return super().grouped(x, products.dense(weight), ends)
 
     commit_and_verify = staticmethod(gated_delta.commit_and_verify)
+    commit_prompts = staticmethod(gated_delta_prompts.commit_prompts)
+    gated_norm = staticmethod(rows.gated_norm)
     add_rms_norm = staticmethod(rows.add_rms_norm)
     convolve = staticmethod(rows.convolve)
     qkv_into_kv = staticmethod(rows.qkv_into_kv)

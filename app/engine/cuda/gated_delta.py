@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from app.engine.cuda.launch import INTERPRETED, items_per_program
-from app.engine.device.base import GatedDeltaStep
+from app.engine.device.recurrent import GatedDeltaStep
 
 MAX_K_HEAD_DIM = 256
 """Greatest head size of keys whose part of a state stays in the registers of a program."""
@@ -22,22 +22,26 @@ STATE_OF_A_PROGRAM = 2048
 
 def commit_and_verify(step: GatedDeltaStep) -> Tensor:
     """Return `Backend.commit_and_verify`. All memory is taken before the first launch, so no failure comes between."""
-    num_seqs, (num_rows, width) = len(step.slots), step.inputs.shape
-    num_heads, k_dim, v_dim = step.matrix.shape[1:]
-    block, (before, channels) = step.pending.shape[1], step.conv.shape[1:]
+    num_seqs, (num_rows, width), memory = len(step.slots), step.inputs.shape, step.memory
+    num_heads, k_dim, v_dim = memory.matrix.shape[1:]
+    block, (before, channels) = memory.pending.shape[1], memory.conv.shape[1:]
     seqs = step.slots, step.next_slots, step.starts, step.counts, step.rows[:, 0], step.rows.stride(0)
     # A sequence has as many rows as a block at most, and no more than there are.
     max_inputs = block + min(block, num_rows)
-    mixed = step.matrix.new_empty(num_seqs, max_inputs, width)
+    mixed = memory.matrix.new_empty(num_seqs, max_inputs, width)
     accepted = step.counts.new_empty(num_seqs)
-    o = step.matrix.new_zeros(num_rows, num_heads, v_dim)
+    o = memory.matrix.new_zeros(num_rows, num_heads, v_dim)
     columns = triton.next_power_of_2(width) if INTERPRETED else COLUMNS_OF_A_PROGRAM
-    inputs = step.inputs, step.inputs.stride(0), step.conv_weight, step.a_log, step.dt_bias
-    memory = step.conv, step.pending, step.num_tokens, mixed, accepted
     mix[num_seqs, triton.cdiv(width, columns)](
-        *inputs,
+        step.inputs,
+        step.inputs.stride(0),
+        *step.weights,
         *seqs,
-        *memory,
+        memory.conv,
+        memory.pending,
+        memory.num_tokens,
+        mixed,
+        accepted,
         max_inputs,
         CHANNELS=channels,
         HEADS=num_heads,
@@ -50,7 +54,7 @@ def commit_and_verify(step: GatedDeltaStep) -> Tensor:
     values = triton.next_power_of_2(v_dim)
     if not INTERPRETED:
         values = min(values, STATE_OF_A_PROGRAM // triton.next_power_of_2(k_dim))
-    arguments = mixed, accepted, *seqs, step.matrix, step.num_tokens, o, max_inputs, k_dim**-0.5
+    arguments = mixed, accepted, *seqs, memory.matrix, memory.num_tokens, o, max_inputs, k_dim**-0.5
     recur[num_seqs, triton.cdiv(num_heads, heads), triton.cdiv(v_dim, values)](
         *arguments,
         CHANNELS=channels,

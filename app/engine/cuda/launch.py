@@ -17,6 +17,15 @@ def operand(x):
 
 
 @triton.jit
+def rounded(x, dtype):
+    """Return fp32 x in `dtype`, to nearest. The interpreter's own cast to bfloat16 cuts off."""
+    if UPCAST and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
 def sum_of_splits(acc, partial_ptr, arrived_ptr, index, split, splits):
     """Store the partial result `acc` of a tile, number `index`. Return (the sum of all `splits` in their order, True)
     in the last program of the tile, and (anything, False) in others."""

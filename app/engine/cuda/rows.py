@@ -69,6 +69,43 @@ def norm(
     tl.store(out_ptr + offset, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return `Backend.gated_norm`."""
+    num_rows, heads, size = o.shape
+    out = z.new_empty(num_rows, heads * size)
+    vectors = items_per_program(num_rows * heads, VECTORS_PER_PROGRAM)
+    gate_heads[triton.cdiv(num_rows * heads, vectors),](
+        o.contiguous(), z, z.stride(0), weight, out, num_rows * heads, eps, HEADS=heads, SIZE=size, VECTORS=vectors
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_vectors"])
+def gate_heads(
+    o_ptr,
+    z_ptr,
+    z_stride,
+    weight_ptr,
+    out_ptr,
+    num_vectors,
+    eps,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    VECTORS: tl.constexpr,
+):
+    """Normalise VECTORS heads of SIZE numbers, and multiply them by silu(z)."""
+    vector = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)
+    columns = tl.arange(0, triton.next_power_of_2(SIZE))[None, :]
+    inside = (vector < num_vectors)[:, None] & (columns < SIZE)
+    vector = vector.to(tl.int64)[:, None]
+    x = tl.load(o_ptr + vector * SIZE + columns, mask=inside, other=0.0)
+    z_at = vector // HEADS * z_stride + vector % HEADS * SIZE + columns
+    z = tl.load(z_ptr + z_at, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)[:, None] * weight * (z / (1.0 + tl.exp(-z)))
+    tl.store(out_ptr + vector * SIZE + columns, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
 def convolve(part: Callable[[Tensor], Tensor], rows: Tensor, base: Tensor, change: Tensor) -> Tensor:
     """Return `Backend.convolve`. Its sums are in fp32."""
     (num_rows, size), groups, per_program = rows.shape, base.shape[2], items_per_program(len(rows), on_gpu=1)

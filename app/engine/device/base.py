@@ -12,6 +12,7 @@ from torch import Tensor
 
 from app.engine.checkpoint.shapes import AttentionMask, DecoderConfig, MoeConfig
 from app.engine.comm.comm import Comm, Meeting
+from app.engine.device.recurrent import GatedDeltaPrompts, GatedDeltaStep
 from app.engine.quantised import ExpertWeight, PackedFp4, QuantisedWeight, Rows, Weight, joined, plain
 from app.engine.verify import verify
 
@@ -79,31 +80,6 @@ class ExpertWeights:
     router_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-
-
-class GatedDeltaStep(NamedTuple):
-    """R rows of S decoding sequences in one layer, with its weights and slots. Slot 0 is padding."""
-
-    inputs: Tensor  # [R, C + 2 Nv]
-    conv_weight: Tensor
-    a_log: Tensor
-    dt_bias: Tensor
-
-    # The fields of `SequenceRows`, on the device.
-    slots: Tensor
-    next_slots: Tensor
-    starts: Tensor
-    counts: Tensor
-    rows: Tensor
-    places: Tensor
-
-    # The fields of `LayerState`, written in place.
-    matrix: Tensor
-    conv: Tensor
-    pending: Tensor
-    num_tokens: Tensor
-
-    can_wait: bool = False  # the host may read counts, because it computes them itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +295,17 @@ class Backend(ABC):
     @abstractmethod
     def commit_and_verify(self, step: GatedDeltaStep) -> Tensor:
         """Commit accepted rows, and return outputs [R, Nv, Dv] fp32 of a step's rows: of padding any finite ones."""
+
+    @abstractmethod
+    def commit_prompts(self, step: GatedDeltaPrompts) -> Tensor:
+        """Return outputs [R, Nv, Dv] fp32 of a step's prompt rows, and write the states after them. The rows of a
+        prompt follow those that its slot has pending, as far as these were accepted. No slot that a chunk reads past
+        position 0 may be written in the step."""
+
+    def gated_norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return rms_norm(o) * silu(z) [T, Nv * Dv] in z's dtype, of heads o [T, Nv, Dv] and z [T, Nv * Dv] with
+        strided rows. It is rounded once."""
+        return (self.rms_norm(o, weight, eps).flatten(1) * F.silu(z.float())).to(z.dtype)
 
     def qkv_into_kv(self, rows: ProjectedRows) -> Tensor:
         """Apply RMSNorm and RoPE to each head of q and k, write K and V, and return q [T, heads, D]."""

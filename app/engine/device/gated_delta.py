@@ -2,8 +2,8 @@
 
 S sequences have W rows each. q and k are [S, W, Nk, Dk], and v is [S, W, Nv, Dv]. The decay and beta of a head are
 [S, W, Nv]. Nv is a multiple of Nk, and a head of q and k serves Nv / Nk consecutive heads of v. The state is
-[S, Nv, Dk, Dv]. Rows of prompts go through `delta_rule`, in chunks, and decoding steps through `commit_and_verify`, of
-which CUDA has another form. They differ by fp32 rounding only.
+[S, Nv, Dk, Dv]. Rows of prompts go through `commit_prompts`, in chunks, and decoding steps through `commit_and_verify`.
+CUDA has another form of both.
 
 A decoding step commits the accepted rows of the previous step and verifies its own rows in one triangular system: the
 pending rows, then those of this step. A row that was not accepted has no key, no beta and no decay, so it changes
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.device.base import GatedDeltaStep
+from app.engine.device.recurrent import GatedDeltaPrompts, GatedDeltaStep, GatedDeltaWeights, State
 
 CHUNK = 64
 """Rows that are solved together, as in the method's code. The work within a chunk grows with its square."""
@@ -120,15 +120,61 @@ def _chunks(x: Tensor, size: int) -> Tensor:
     return x.unflatten(2, (-1, size))
 
 
+def commit_prompts(step: GatedDeltaPrompts) -> Tensor:
+    """Return `Backend.commit_prompts`, a prompt after the other."""
+    memory, outputs, done = step.memory, [], 0
+    for number, parts in enumerate(step.parts):
+        one = slice(number, number + 1)
+        start = step.starts[one]
+        state, pending, counts = memory.at(step.slots[one], start)
+        if not step.can_wait or counts.any():  # a checkpoint of a decoding sequence has pending rows
+            state = advance(step.weights, pending, state, counts)[1]
+        for count, slot in zip(parts, (step.split_slots, step.next_slots)[-len(parts) :], strict=True):
+            o, state = advance(step.weights, step.inputs[None, done : done + count], state)
+            done, start = done + count, start + count
+            memory.write(slot[one], state, start)
+            outputs.append(o[0])
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def advance(
+    weights: GatedDeltaWeights, inputs: Tensor, state: State, counts: Tensor | None = None
+) -> tuple[Tensor, State]:
+    """Return outputs [S, W, Nv, Dv] of inputs [S, W, C + 2 Nv], and the state after all rows or the first `counts` [S].
+
+    The other rows may hold anything, and their outputs have no meaning.
+    """
+    num_heads, k_dim, v_dim = state.matrix.shape[1:]
+    channels, num_rows = state.conv.shape[2], inputs.shape[1]
+    keys = (channels - num_heads * v_dim) // 2
+    is_row = None if counts is None else (_numbers(num_rows, counts.device) < counts[:, None])[..., None]
+    if is_row is not None:
+        inputs = torch.where(is_row, inputs, 0.0)
+    mixed, b, a = inputs.split_with_sizes([channels, num_heads, num_heads], dim=2)
+    q, k, v = short_conv(state.conv, mixed, weights.conv).tensor_split([keys, 2 * keys], dim=2)
+    q, k = (part.unflatten(2, (-1, k_dim)) for part in (q, k))
+    log_decay = -weights.a_log.exp() * F.softplus(a.float() + weights.dt_bias)
+    beta = b.float().sigmoid()
+    if is_row is not None:  # a row without decay and beta does not change the state
+        log_decay, beta = torch.where(is_row, log_decay, 0.0), torch.where(is_row, beta, 0.0)
+    o, matrix = delta_rule(q, k, v.unflatten(2, (num_heads, v_dim)), log_decay, beta, state.matrix)
+    if counts is None:
+        last = torch.cat((state.conv, mixed), dim=1)[:, num_rows:]
+    else:
+        last = last_rows(state.conv, mixed, counts)
+    return o, State(matrix, last)
+
+
 def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] = l2norm) -> Tensor:
     """Return `Backend.commit_and_verify`, with `normed` as the l2norm. All is computed before the first write."""
-    num_heads, k_dim, v_dim = step.matrix.shape[1:]
-    block, channels, width = step.pending.shape[1], step.conv.shape[2], step.rows.shape[1]
+    weights, memory = step.weights, step.memory
+    num_heads, k_dim, v_dim = memory.matrix.shape[1:]
+    block, channels, width = memory.pending.shape[1], memory.conv.shape[2], step.rows.shape[1]
     keys = (channels - num_heads * v_dim) // 2
     k_heads = keys // k_dim
 
     is_new = (step.starts == 0) | (step.slots == 0)  # the slot's previous sequence does not count
-    accepted = (step.starts - step.num_tokens[step.slots]).clamp(0, block).masked_fill(is_new, 0)
+    accepted = (step.starts - memory.num_tokens[step.slots]).clamp(0, block).masked_fill(is_new, 0)
     if step.can_wait:
         # A plain step has one pending row, so the width of a block would take most of the time.
         block = int(accepted.max())
@@ -137,19 +183,19 @@ def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] =
     counts = accepted[:, None].expand(-1, block), step.counts[:, None].expand(-1, width)
     is_none = columns >= torch.cat(counts, dim=1)
 
-    pending, new = step.pending[step.slots, :block], step.inputs[step.rows]
-    before, state = step.conv[step.slots], step.matrix[step.slots]
+    pending, new = memory.pending[step.slots, :block], step.inputs[step.rows]
+    before, state = memory.conv[step.slots], memory.matrix[step.slots]
     if not step.can_wait or is_new.any():
         before = before.masked_fill(is_new[:, None, None], 0.0)
         state = state.masked_fill(is_new[:, None, None, None], 0.0)
     last_inputs = last_rows(before, pending[..., :channels], accepted)
     ordered = torch.cat((pending[..., :channels], last_inputs, new[..., :channels]), dim=1)
-    mixed = short_conv(before, ordered, step.conv_weight)
+    mixed = short_conv(before, ordered, weights.conv)
     mixed = torch.cat((mixed[:, :block], mixed[:, -width:]), dim=1).masked_fill(is_none[..., None], 0.0)
     gates = torch.cat((pending[..., channels:], new[..., channels:]), dim=1).float().mT
     b, a = gates.unflatten(1, (2, num_heads)).unbind(1)
     beta = b.sigmoid().masked_fill(is_none[:, None], 0.0)[..., None]
-    slowing = F.softplus(a + step.dt_bias[:, None]) * step.a_log.exp()[:, None]
+    slowing = F.softplus(a + weights.dt_bias[:, None]) * weights.a_log.exp()[:, None]
     slowing = slowing.masked_fill(is_none[:, None], 0.0).flatten(0, 1)
     # Row 0 and column 0 are the state, and row t has the decay from each row up to itself.
     between = torch.addmm(never, slowing, rows_between).exp()
@@ -174,10 +220,10 @@ def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] =
     committed = (qk[:, :, -d.shape[2] :] * to_end[:, :, 1:]).mT @ d
     committed = torch.addcmul(committed, state, to_end[:, :, :1])
     o = o.view(-1, num_heads, width, v_dim).transpose(1, 2).flatten(0, 1)[step.places]
-    step.matrix[step.next_slots] = committed
-    step.conv[step.next_slots] = last_inputs
-    step.num_tokens[step.next_slots] = step.starts.to(torch.int32)
-    step.pending[:, :width][step.next_slots] = new
+    memory.matrix[step.next_slots] = committed
+    memory.conv[step.next_slots] = last_inputs
+    memory.num_tokens[step.next_slots] = step.starts.to(torch.int32)
+    memory.pending[:, :width][step.next_slots] = new
     return o
 
 

@@ -1,21 +1,23 @@
 """The Gated DeltaNet layer (arXiv 2412.06464), which replaces attention. Its state rolls back with refused drafts."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from app.engine.checkpoint.shapes import GatedDeltaConfig
-from app.engine.device.base import Backend, GatedDeltaStep
-from app.engine.device.gated_delta import delta_rule, last_rows, short_conv
+from app.engine.device.recurrent import GatedDeltaPrompts, GatedDeltaStep, GatedDeltaWeights, LayerState
 from app.engine.models.layers import StepRows, frozen, held
-from app.engine.models.recurrent_rows import SequenceRows
-from app.engine.models.state_pool import LayerState, State
+from app.engine.models.recurrent_rows import PromptRows, SequenceRows
 from app.engine.models.weights import LayerSource
 from app.engine.quantised import Rows
 
 
 class GatedDeltaNet(nn.Module):
-    """Projections, recurrence and gated norm. Ranks split the v heads, and have the q and k heads for these."""
+    """Projections, short convolution, gates and delta rule in fp32, and gated norm. Ranks split the v heads, and have
+    the q and k heads for these.
+
+    A decoding step commits the accepted rows of the previous step, and verifies its rows without changing the state.
+    The layer keeps the inputs of verified rows in the engine's dtype: what enters the convolution, and both gates. To
+    commit rows it runs them again, because their inputs take a fraction of the memory of a state for each row.
+    """
 
     def __init__(self, layer: LayerSource) -> None:
         super().__init__()
@@ -40,7 +42,7 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = frozen(rows("dt_bias", shape.num_v_heads))
         self.norm = frozen(layer.get("linear_attn.norm.weight", shape.v_head_dim))
         self._widths = [shape.input_width if is_plain else shape.channels, values]
-        self.recurrence = Recurrence(shape, backend, self.conv, self.a_log, self.dt_bias)
+        self.weights = GatedDeltaWeights(self.conv, self.a_log, self.dt_bias)
         self._eps = layer.config.rms_norm_eps
         self._backend = backend
         self._project = layer.comm.reduced(backend.linear)
@@ -52,78 +54,48 @@ class GatedDeltaNet(nn.Module):
         inputs, z = backend.linear(x, self.in_proj).split_with_sizes(self._widths, dim=1)
         if self.gates is not None:
             inputs = torch.cat((inputs, backend.linear(x, self.gates)), dim=1)
-        parts, done = [], 0
+        parts = []
         if recurrent.decodes is not None:
-            done = len(recurrent.decodes.places)
-            parts.append(self.recurrence.verify(inputs[:done], recurrent.decodes, memory))
-        for chunk in recurrent.chunks:
-            first, done = done, done + len(chunk.places)
-            parts.append(self.recurrence.prefill(inputs[first:done], chunk, memory))
-        o = backend.rms_norm(torch.cat(parts), self.norm, self._eps)
-        gated = o.flatten(1) * F.silu(z.float())
-        return self._project(gated.to(z.dtype), self.out_proj)
+            num_decodes = len(recurrent.decodes.places)
+            parts.append(self._verify(inputs[:num_decodes], recurrent.decodes, memory))
+            inputs = inputs[num_decodes:]
+        if recurrent.prompts is not None:
+            parts.append(self._commit(inputs, recurrent.prompts, memory))
+        o = torch.cat(parts) if len(parts) > 1 else parts[0]
+        gated = backend.gated_norm(o, z, self.norm, self._eps)
+        return self._project(gated, self.out_proj)
 
-
-class Recurrence:
-    """Short convolution, gates and delta rule of a layer, in fp32.
-
-    A decoding step commits the accepted rows of the previous step, and verifies its rows without changing the state.
-    The layer keeps the inputs of verified rows in the engine's dtype: what enters the convolution, and both gates. To
-    commit rows it runs them again, because their inputs take a fraction of the memory of a state for each row.
-    """
-
-    def __init__(self, shape: GatedDeltaConfig, backend: Backend, conv: Tensor, a_log: Tensor, dt_bias: Tensor) -> None:
-        self._shape = shape
-        self._backend = backend
-        self._conv = conv
-        self._a_log = a_log
-        self._dt_bias = dt_bias
-
-    def verify(self, inputs: Tensor, step: SequenceRows[Tensor], memory: LayerState) -> Tensor:
+    def _verify(self, inputs: Tensor, step: SequenceRows[Tensor], memory: LayerState) -> Tensor:
         """Return outputs [R, Nv, Dv] of decoding rows, after the previous step's accepted rows are committed."""
         return self._backend.commit_and_verify(
             GatedDeltaStep(
                 inputs,
-                conv_weight=self._conv,
-                a_log=self._a_log,
-                dt_bias=self._dt_bias,
+                self.weights,
+                memory,
                 slots=step.slots,
                 next_slots=step.next_slots,
                 starts=step.starts,
                 counts=step.counts,
                 rows=step.rows,
                 places=step.places,
-                matrix=memory.matrix,
-                conv=memory.conv,
-                pending=memory.pending,
-                num_tokens=memory.num_tokens,
                 can_wait=self._backend.memory_is_host and not step.static,
             )
         )
 
-    def prefill(self, inputs: Tensor, chunk: SequenceRows[Tensor], memory: LayerState) -> Tensor:
-        """Return outputs [R, Nv, Dv] of rows of a prompt, all of which are committed to the chunk's next slot."""
-        state, pending, counts = memory.at(chunk.slots, chunk.starts)
-        if not self._backend.memory_is_host or counts.any():  # a checkpoint of a decoding sequence has pending rows
-            state = self.advance(pending, counts, state)[1]
-        o, state = self.advance(inputs[chunk.rows], chunk.counts, state)
-        memory.write(chunk.next_slots, state, chunk.starts + chunk.counts)
-        return o.flatten(0, 1)
-
-    def advance(self, inputs: Tensor, counts: Tensor, state: State) -> tuple[Tensor, State]:
-        """Return outputs [S, W, Nv, Dv] of inputs [S, W, C + 2 Nv], and the state after the first `counts` [S] rows.
-
-        The other rows may hold anything, and their outputs have no meaning.
-        """
-        shape = self._shape
-        is_row = (torch.arange(inputs.shape[1], device=counts.device) < counts[:, None])[..., None]
-        inputs = torch.where(is_row, inputs, 0.0)
-        mixed, b, a = inputs.split_with_sizes([shape.channels, shape.num_v_heads, shape.num_v_heads], dim=2)
-        keys = shape.num_k_heads * shape.k_head_dim
-        q, k, v = short_conv(state.conv, mixed, self._conv).tensor_split([keys, 2 * keys], dim=2)
-        q, k = (part.unflatten(2, (shape.num_k_heads, -1)) for part in (q, k))
-        # A row without decay and beta does not change the state.
-        log_decay = torch.where(is_row, -self._a_log.exp() * F.softplus(a.float() + self._dt_bias), 0.0)
-        beta = torch.where(is_row, b.float().sigmoid(), 0.0)
-        o, matrix = delta_rule(q, k, v.unflatten(2, (shape.num_v_heads, -1)), log_decay, beta, state.matrix)
-        return o, State(matrix, last_rows(state.conv, mixed, counts))
+    def _commit(self, inputs: Tensor, prompts: PromptRows[Tensor], memory: LayerState) -> Tensor:
+        """Return outputs [R, Nv, Dv] of rows of prompts, all of which are committed to their next slots."""
+        return self._backend.commit_prompts(
+            GatedDeltaPrompts(
+                inputs,
+                self.weights,
+                memory,
+                slots=prompts.slots,
+                next_slots=prompts.next_slots,
+                split_slots=prompts.split_slots,
+                starts=prompts.starts,
+                splits=prompts.splits,
+                query_start_loc=prompts.query_start_loc,
+                parts=prompts.parts,
+                can_wait=self._backend.memory_is_host,
+            )
+        )

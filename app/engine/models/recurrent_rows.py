@@ -1,6 +1,7 @@
 """The rows of a step for recurrent layers: arrays on the host, and tensors on the device. No torch."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Generic
 
 import numpy as np
@@ -25,11 +26,27 @@ class SequenceRows(Generic[A]):
 
 
 @dataclass(slots=True)
+class PromptRows(Generic[A]):
+    """R rows of P chunks of prompts, back to back.
+
+    A chunk past position 0 writes another slot than it reads. The state in its middle may go to one more.
+    """
+
+    slots: A  # [P] int64: where each state is read
+    next_slots: A  # [P] int64: where it is written after the last row
+    split_slots: A  # [P] int64: and after `splits` rows, if these are not 0
+    starts: A  # [P] int32: position of the first row
+    splits: A  # [P] int32
+    query_start_loc: A  # [P + 1] int32: numbers of first rows
+    parts: list[list[int]]  # on the host: rows of each chunk, those up to a split and those after it
+
+
+@dataclass(slots=True)
 class RecurrentRows(Generic[A]):
-    """Rows of a step: decoding sequences, then chunks of prompts, which may continue from a previous chunk's slot."""
+    """Rows of a step: of decoding sequences, then of prompts."""
 
     decodes: SequenceRows[A] | None
-    chunks: list[SequenceRows[A]]
+    prompts: PromptRows[A] | None
 
 
 def sequence_rows(
@@ -55,4 +72,18 @@ def sequence_rows(
         rows,
         seq_ids * np.int32(width) + in_sequence,
         static,
+    )
+
+
+def prompt_rows(moves: list[tuple[int, int, int]], starts: list[int], parts: list[list[int]]) -> PromptRows[Ints]:
+    """Return chunks with the (slot, next slot, split slot) of each, and one part or two."""
+    slots, next_slots, split_slots = np.array([*zip(*moves, strict=True)], dtype=np.int64)
+    return PromptRows(
+        slots,
+        next_slots,
+        split_slots,
+        np.array(starts, dtype=np.int32),
+        np.array([sum(rows[:-1]) for rows in parts], dtype=np.int32),
+        np.array([0, *accumulate(map(sum, parts))], dtype=np.int32),
+        parts,
     )

@@ -16,8 +16,9 @@ from app.engine.comm.comm import Comm, Meeting
 from app.engine.comm.device import DeviceComm
 from app.engine.device import accelerator
 from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, Defaults, LayerKv, ProjectedRows, Rotation
-from app.engine.device.gated_delta import L2_EPS, GatedDeltaStep, commit_and_verify
+from app.engine.device.gated_delta import L2_EPS, commit_and_verify, commit_prompts
 from app.engine.device.moe import SWIGLU_ALPHA, ExpertWeights, MoeConfig, router_logits
+from app.engine.device.recurrent import GatedDeltaStep
 from app.engine.errors import UnsupportedError
 from app.engine.npu import rules
 from app.engine.npu.attention import AttentionPlan
@@ -246,6 +247,8 @@ class NpuBackend(Backend):
 
     def commit_and_verify(self, step: GatedDeltaStep) -> Tensor:
         return commit_and_verify(step, l2norm)
+
+    commit_prompts = staticmethod(commit_prompts)
 
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> NpuGraph:
         """Capture with the longest KV that the page tables have room for, because workspaces may depend on it (N42)."""

@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple
 import numpy as np
 
 from app.engine.arrays import A, Array, Ints
-from app.engine.models.recurrent_rows import RecurrentRows, sequence_rows
+from app.engine.models.recurrent_rows import RecurrentRows, prompt_rows, sequence_rows
 from app.engine.sampling.metadata import SamplingMetadata
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.schedule.graph_sizes import GraphSizes, Size
@@ -296,8 +296,8 @@ class Layout:
         return slots
 
     def _recurrent(self, batch: Batch, group: RowGroup[Ints], size: Size | None) -> RecurrentRows[Ints]:
-        """Return the rows of decoding sequences, which are the first of `group`, and of each chunk."""
-        recurrent = RecurrentRows[Ints](None, [])
+        """Return the rows of decoding sequences, which are the first of `group`, and of chunks."""
+        recurrent = RecurrentRows[Ints](None, None)
         if batch.decodes or size:
             moves = [(entry.seq.state_slot, entry.next_slot or entry.seq.state_slot) for entry in batch.decodes]
             moves += [(0, 0)] * (len(group.query_lens) - len(moves))  # padding sequences share the scratch slot
@@ -307,12 +307,14 @@ class Layout:
                 width = min(self.graphs.block_size, size[1] - self.graphs.padding_rows(*size) * (size[0] - 1))
             starts = [entry.start for entry in batch.decodes] + [0] * (len(moves) - len(batch.decodes))
             recurrent.decodes = sequence_rows(moves, starts, group.query_lens, width, static=size is not None)
-        for entry in batch.prefills:
-            slot, first = entry.seq.state_slot, entry.start
-            cuts = [(entry.split, entry.seq.split_slot)] if entry.split else []
-            for end, next_slot in (*cuts, (entry.end, entry.next_slot or slot)):
-                recurrent.chunks.append(sequence_rows([(slot, next_slot)], [first], [end - first], end - first))
-                slot, first = next_slot, end
+        if chunks := batch.prefills:
+            moves = [(entry.seq.state_slot, entry.next_slot or entry.seq.state_slot) for entry in chunks]
+            cuts = [(*move, entry.seq.split_slot) for move, entry in zip(moves, chunks, strict=True)]
+            parts = [
+                [entry.split - entry.start, entry.end - entry.split] if entry.split else [entry.count]
+                for entry in chunks
+            ]
+            recurrent.prompts = prompt_rows(cuts, [entry.start for entry in chunks], parts)
         return recurrent
 
 

@@ -25,9 +25,10 @@ from triton.runtime import driver
 
 from app.engine.cuda import experts, products
 from app.engine.cuda.backend import CudaBackend, InvariantCudaBackend
+from app.engine.cuda.gated_delta_prompts import NARROW
 from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv, ProjectedRows
-from app.engine.device.gated_delta import GatedDeltaStep
 from app.engine.device.moe import ExpertWeights, MoeConfig
+from app.engine.device.recurrent import GatedDeltaPrompts, GatedDeltaStep, GatedDeltaWeights, LayerState
 from app.engine.quantised import PackedFp4, QuantisedWeight
 from tools.lab.random_weights import BLOCK_SIZE, DRAFT_LAYERS, TARGETS
 
@@ -212,27 +213,24 @@ def launch_attention(backend: CudaBackend, shapes: list[tuple[int, int, int, tor
             backend.qkv_into_kv(ProjectedRows(qkv, *norms, 1e-6, rotation, kv, numbers(rows)))
 
 
-def launch_gated_delta(backend: CudaBackend) -> None:
-    for k_heads, v_heads, dim in GATED_DELTA:
+def launch_gated_delta(backend: CudaBackend, *, narrow: bool) -> None:
+    for (k_heads, v_heads, dim), dtype in product(GATED_DELTA, (torch.bfloat16, torch.float32)):
+        if narrow != (dim * dtype.itemsize <= NARROW):
+            continue
         channels = (2 * k_heads + v_heads) * dim
         width = channels + 2 * v_heads
-        for (num_seqs, rows), dtype in product(SIZES[2:4], (torch.bfloat16, torch.float32)):
-            projected = empty(rows, width + v_heads * dim, dtype=dtype)
-            slots = (empty(9, v_heads, dim, dim, dtype=torch.float32), empty(9, 3, channels, dtype=dtype))
-            backend.commit_and_verify(
-                GatedDeltaStep(
-                    projected[:, :width],
-                    empty(channels, 4, dtype=dtype),
-                    *(empty(v_heads, dtype=torch.float32) for _ in range(2)),
-                    *(empty(num_seqs, dtype=torch.int64) for _ in range(2)),
-                    *(numbers(num_seqs) for _ in range(2)),
-                    numbers(num_seqs, min(rows, BLOCK_SIZE)),
-                    numbers(rows),
-                    *slots,
-                    empty(9, BLOCK_SIZE, width, dtype=dtype),
-                    numbers(9),
-                )
-            )
+        gates = (empty(v_heads, dtype=torch.float32) for _ in range(2))
+        weights = GatedDeltaWeights(empty(channels, 4, dtype=dtype), *gates)
+        matrix, conv = empty(9, v_heads, dim, dim, dtype=torch.float32), empty(9, 3, channels, dtype=dtype)
+        memory = LayerState(matrix, conv, empty(9, BLOCK_SIZE, width, dtype=dtype), numbers(9))
+        for num_seqs, rows in SIZES[2:4]:
+            inputs, z = empty(rows, width + v_heads * dim, dtype=dtype).split_with_sizes([width, v_heads * dim], dim=1)
+            slots = [empty(num_seqs, dtype=torch.int64) for _ in range(3)]
+            own = *(numbers(num_seqs) for _ in range(2)), numbers(num_seqs, min(rows, BLOCK_SIZE)), numbers(rows)
+            o = backend.commit_and_verify(GatedDeltaStep(inputs, weights, memory, *slots[:2], *own))
+            backend.gated_norm(o, z, empty(dim, dtype=torch.float32), 1e-6)
+            own = *(numbers(num_seqs) for _ in range(2)), numbers(num_seqs + 1)
+            backend.commit_prompts(GatedDeltaPrompts(inputs, weights, memory, *slots, *own, []))
 
 
 def launch_experts() -> None:
@@ -269,11 +267,13 @@ def report(models: list[str]) -> Iterator[dict[str, Any]]:
     compiled, backend = compile_only(), CudaBackend(torch.device("cpu"))
     backend.multiprocessors = 132
     seen = set()
-    for model in ["few rows", *models, "others", "sinks", "fixed", "quantised", "packed"]:
+    for model in ["few rows", *models, "others", "sinks", "fixed", "quantised", "packed", "wide"]:
         if model in TARGETS:
             launch_all(TARGETS[model], backend)
         elif model == "sinks":
             launch_attention(backend, SINKS, sinks=True)
+        elif model == "wide":
+            launch_gated_delta(backend, narrow=False)
         elif model == "quantised":
             launch_quantised_products(backend, TARGETS["qwen3-8b"])
             launch_quantised_experts(backend)
@@ -287,7 +287,7 @@ def report(models: list[str]) -> Iterator[dict[str, Any]]:
         else:
             launch_attention(backend, [*MORE_ATTENTION, *SINKS], sinks=False)
             launch_experts()
-            launch_gated_delta(backend)
+            launch_gated_delta(backend, narrow=True)
         while compiled:
             kernel = compiled.pop()
             if kernel.hash not in seen:

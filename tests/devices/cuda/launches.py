@@ -23,18 +23,28 @@ from triton.runtime.interpreter import GridExecutor
 
 import app.engine.load.engine as build
 from app.config.engine import EngineConfig
+from app.engine.arrays import with_arrays
+from app.engine.checkpoint.families import target_config
+from app.engine.checkpoint.files import Checkpoint, read_config
 from app.engine.core import EngineCore
 from app.engine.cuda import integers
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.launch import counters
 from app.engine.device.base import AttentionMetadata, Graph
 from app.engine.device.torch import RerunGraph
+from app.engine.load.loader import CheckpointWeights
+from app.engine.models.layers import StepRows
+from app.engine.models.qwen3_5 import HybridLayer, TextWeights
+from app.engine.models.recurrent_rows import RecurrentRows, prompt_rows, sequence_rows
+from app.engine.models.state_pool import StatePool
+from app.engine.models.weights import LayerSource
 from app.engine.sampling.metadata import GRAPH_KINDS, Kind
 from app.engine.schedule.batch import Batch, StepResult
 from app.engine.step.runner import PendingStep
 from tests import UNTIMED
 from tests.fast.engine.dialects import as_dflash2, in_deepspec_layout_with, rewrite_draft
 from tests.fast.engine.flat_request import flat_request
+from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.pairs import Pair, make_pair
 
 LAYERS, DRAFT_LAYERS, BLOCK, MULTIPROCESSORS = 36, 5, 16, 132
@@ -48,6 +58,7 @@ STEPS = {"plain": 1, "whole blocks": BLOCK, "DFlash2": BLOCK, "DSpark": BLOCK}
 REWRITES = {"DFlash2": as_dflash2, "DSpark": in_deepspec_layout_with("vanilla")}
 """Other kinds of draft."""
 DRAW_HEAD = "| a draw by | launches | with penalties |"
+RECURRENT_HEAD = "| a Gated DeltaNet layer in a step of | launches |"
 FILTERS = {"": "temperature", "short": "and top-k to 128", "open": "and top-p or min-p alone"}
 Sizes = tuple[str, int, int]
 
@@ -236,6 +247,35 @@ def draw_rows(folder: Path) -> list[str]:
     ]
 
 
+def recurrent_rows(folder: Path) -> list[str]:
+    """Return the launches of a Gated DeltaNet layer with its norms and MLP, for each kind of step."""
+    pair, backend = make_hybrid_pair(folder, dtype=torch.bfloat16), CountedBackend()
+    config = target_config(read_config(pair.target))
+    assert config.gated_delta is not None
+    weights = TextWeights(CheckpointWeights(Checkpoint(pair.target), backend.device, torch.bfloat16), config)
+    layer = HybridLayer(LayerSource(0, config, weights, backend))
+    memory = StatePool(config.gated_delta, 3, BLOCK, torch.bfloat16, backend.zeros).layers[0]
+    plain, block = (sequence_rows([(1, 1)], [40], [count], count, static=True) for count in (1, BLOCK))
+    prompt, two = prompt_rows([(1, 2, 0)], [40], [[40]]), prompt_rows([(1, 2, 3), (0, 0, 0)], [40, 0], [[16, 24], [40]])
+    rows = {
+        "plain": RecurrentRows(plain, None),
+        "a whole block": RecurrentRows(block, None),
+        "a prompt's chunk": RecurrentRows(None, prompt),
+        "two chunks and a block": RecurrentRows(block, two),
+    }
+    lines = []
+    for name, each in rows.items():
+        recurrent = with_arrays(each, lambda _, array: torch.from_numpy(array))
+        count = sum(len(part) for part in (recurrent.decodes and recurrent.decodes.places,) if part is not None)
+        count += sum(map(sum, recurrent.prompts.parts)) if recurrent.prompts else 0
+        hidden = torch.zeros(count, config.hidden_size, dtype=torch.bfloat16)
+        step: Any = StepRows((), torch.empty(0), [], recurrent)
+        with torch.inference_mode(), launches() as found:
+            layer.forward(*layer.enter(hidden, hidden), step, memory)
+        lines.append(f"| {name} | {found.total()} |")
+    return lines
+
+
 def main() -> None:
     """Print Markdown, and below it what is not a layer's."""
     print(HEAD, "|---" * 5 + "|", sep="\n")
@@ -245,6 +285,7 @@ def main() -> None:
             for step in STEPS:
                 line, kept[line] = rows(Path(folder), num_seqs, step)
                 print(line, flush=True)
+        print("", RECURRENT_HEAD, "|---" * 2 + "|", *recurrent_rows(Path(folder) / "hybrid"), sep="\n")
         print("", DRAW_HEAD, "|---" * 3 + "|", *draw_rows(Path(folder)), "", sep="\n")
     for line, around in kept.items():
         print(line.split("|")[1], dict(around))

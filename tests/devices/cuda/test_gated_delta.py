@@ -1,20 +1,43 @@
-"""Decoding rows of a Gated DeltaNet layer on our kernels, in the interpreter: the reference's outputs, state and slots.
+"""Rows of a Gated DeltaNet layer on our kernels, in the interpreter: the reference's outputs, state and slots.
 
 The reference is plain PyTorch, which tests/fast/engine/test_hybrid.py holds against another model.
 """
 
 import torch
+from torch import Tensor
 
-from app.engine.cuda import gated_delta
+from app.engine.checkpoint.shapes import GatedDeltaConfig
+from app.engine.cuda import gated_delta, gated_delta_prompts
 from tests.fast.engine.delta_layers import BLOCK, CLOSE, SMALL, Layer, assert_slots
-from tests.fast.engine.delta_suite import DeltaSuite
+from tests.fast.engine.delta_suite import DeltaSuite, PromptSuite
 
 torch.set_num_threads(1)
+PUBLISHED = GatedDeltaConfig(layers=(0,), conv_kernel=4, num_k_heads=1, num_v_heads=2, k_head_dim=128, v_head_dim=128)
+"""Heads of the published models, but fewer."""
 
 
 class TestConformance(DeltaSuite):
     run = staticmethod(gated_delta.commit_and_verify)
     keeps_others = True
+
+
+class TestPrompts(PromptSuite):
+    run = staticmethod(gated_delta_prompts.commit_prompts)
+
+
+def test_a_prompt_in_bfloat16_differs_from_fp32_by_its_operands_rounding() -> None:
+    """State, sums and the system are in fp32. A split and pending rows change nothing about that."""
+    layer = Layer(PUBLISHED, gated_delta.commit_and_verify, dtype=torch.bfloat16)
+    layer.memory.num_tokens.fill_(40)
+    inputs, moves, parts = layer.rows(150), [(1, 2, 0, 0), (3, 4, 5, 42)], [[70], [33, 47]]
+    wanted, slots = layer.wanted_of_prompts(inputs, moves, parts)
+    found, state = layer.found_of_prompts(gated_delta_prompts.commit_prompts, inputs, moves, parts), layer.state
+    errors = [error(found, wanted), *(error(state["matrix"][i], slots["matrix"][i]) for i in (2, 4, 5))]
+    assert 1e-4 < max(errors) < 5e-3, errors
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
 
 
 def test_a_dropped_or_repeated_step_commits_nothing_twice() -> None:

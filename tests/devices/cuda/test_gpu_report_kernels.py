@@ -14,8 +14,8 @@ from app.check import operators
 from app.check.operators import Extent
 from app.engine.cuda import gated_delta
 from app.engine.cuda.backend import CudaBackend, InvariantCudaBackend
-from app.engine.device.base import GatedDeltaStep
 from app.engine.device.moe import MoeConfig
+from app.engine.device.recurrent import GatedDeltaStep
 from tests.devices.cuda.engines import interpreted
 from tools.report import command, hazards
 from tools.report import section as report_section

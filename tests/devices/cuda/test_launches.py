@@ -5,7 +5,17 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
-from tests.devices.cuda.launches import BLOCK, DRAW_HEAD, HEAD, STEPS, calls_of_steps, draw_rows, rows
+from tests.devices.cuda.launches import (
+    BLOCK,
+    DRAW_HEAD,
+    HEAD,
+    RECURRENT_HEAD,
+    STEPS,
+    calls_of_steps,
+    draw_rows,
+    recurrent_rows,
+    rows,
+)
 from tests.fast.engine.pairs import make_pair
 
 DOCS = ROOT / "docs" / "cuda.md"
@@ -22,6 +32,12 @@ def test_the_table_of_launches_is_what_captures_launch(tmp_path: Path, num_seqs:
 def test_the_table_of_draws_is_what_captures_launch(tmp_path: Path) -> None:
     page = DOCS.read_text(encoding="utf-8")
     table = "\n".join([DRAW_HEAD, "|---" * 3 + "|", *draw_rows(tmp_path)])
+    assert table in page, f"put this into docs/cuda.md:\n{table}"
+
+
+def test_the_table_of_recurrent_layers_is_what_they_launch(tmp_path: Path) -> None:
+    page = DOCS.read_text(encoding="utf-8")
+    table = "\n".join([RECURRENT_HEAD, "|---" * 2 + "|", *recurrent_rows(tmp_path)])
     assert table in page, f"put this into docs/cuda.md:\n{table}"
 
 

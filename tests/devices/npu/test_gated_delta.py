@@ -5,9 +5,9 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from app.engine.device.base import GatedDeltaStep
 from app.engine.device.gated_delta import _fixed
 from app.engine.device.gated_delta import commit_and_verify as commit_and_verify_with
+from app.engine.device.recurrent import GatedDeltaStep
 from app.engine.npu.backend import l2norm
 from tests import ROOT
 from tests.devices.npu.null_device import Trace, traced

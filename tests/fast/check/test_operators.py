@@ -11,8 +11,8 @@ from app.check import operators, probes
 from app.engine.cpu import linear
 from app.engine.cpu.backend import CpuBackend
 from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv, Rotation
-from app.engine.device.gated_delta import GatedDeltaStep
 from app.engine.device.moe import ExpertWeights, MoeConfig
+from app.engine.device.recurrent import GatedDeltaStep
 from app.engine.device.torch import TorchBackend
 from tools.report.operators import BF16, about_pages
 

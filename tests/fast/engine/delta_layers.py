@@ -4,16 +4,18 @@ The reference commits and then verifies, each by the rows' own chunk of the delt
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
+from app.engine.arrays import with_arrays
 from app.engine.checkpoint.shapes import GatedDeltaConfig
-from app.engine.device.base import GatedDeltaStep
+from app.engine.device.gated_delta import advance
+from app.engine.device.recurrent import GatedDeltaPrompts, GatedDeltaStep, GatedDeltaWeights, LayerState
 from app.engine.device.torch import TorchBackend
-from app.engine.models.gated_delta_net import Recurrence
-from app.engine.models.state_pool import LayerState, StatePool
+from app.engine.models.recurrent_rows import prompt_rows
+from app.engine.models.state_pool import StatePool
 
 CPU = torch.device("cpu")
 SMALL = GatedDeltaConfig(layers=(0,), conv_kernel=4, num_k_heads=2, num_v_heads=6, k_head_dim=8, v_head_dim=12)
@@ -23,6 +25,8 @@ SHAPES = {"grouped": SMALL, "odd sizes and three parts of a head": WIDER, "a hea
 BLOCK = 5
 NUM_SLOTS = 6
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+Move = tuple[int, int, int, int]
+Commit = Callable[[GatedDeltaPrompts], Tensor]
 SLOTS = ("matrix", "conv", "pending", "num_tokens")
 
 
@@ -59,6 +63,10 @@ class Layer:
         return self.normal(count, width + 7).to(self.dtype)[:, :width]
 
     @property
+    def placed_weights(self) -> GatedDeltaWeights:
+        return GatedDeltaWeights(**{name: x.to(self.device) for name, x in self.weights.items()})
+
+    @property
     def state(self) -> dict[str, Tensor]:
         """Copies of all slots on the host."""
         return {name: getattr(self.memory, name).cpu().clone() for name in SLOTS}
@@ -76,8 +84,35 @@ class Layer:
         own = [torch.tensor(x) for x in (slots, next_slots or slots)]
         own += [torch.tensor(x, dtype=torch.int32) for x in (starts, counts)]
         own += [(first[:, None] + numbers).clamp(max=len(inputs) - 1), places]
-        given = (x.to(self.device) for x in (inputs, *self.weights.values(), *own))
-        return self.run(GatedDeltaStep(*given, *(getattr(self.memory, name) for name in SLOTS), self.can_wait)).cpu()
+        inputs, *rows = (x.to(self.device) for x in (inputs, *own))
+        return self.run(GatedDeltaStep(inputs, self.placed_weights, self.memory, *rows, self.can_wait)).cpu()
+
+    def found_of_prompts(self, run: Commit, inputs: Tensor, moves: list[Move], parts: list[list[int]]) -> Tensor:
+        """Run chunks of prompts. A move is (slot, next slot, split slot, start)."""
+        rows = prompt_rows([move[:3] for move in moves], [move[3] for move in moves], parts)
+        placed = with_arrays(rows, lambda _, array: torch.from_numpy(array).to(self.device))
+        given = (getattr(placed, field.name) for field in fields(placed))
+        step = GatedDeltaPrompts(inputs.to(self.device), self.placed_weights, self.memory, *given, self.can_wait)
+        return run(step).cpu()
+
+    def wanted_of_prompts(
+        self, inputs: Tensor, moves: list[Move], parts: list[list[int]]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Outputs, and the slots afterwards, of the reference: each state is of all rows up to there in one."""
+        weights, memory, outputs, first = GatedDeltaWeights(**self.weights), LayerState(**self.state), [], 0
+        before = LayerState(**self.state)
+        for (*slots, start), counts in zip(moves, parts, strict=True):
+            slot, next_slot, split_slot = (torch.tensor([number]) for number in slots)
+            state, pending, accepted = before.at(slot, torch.tensor([start]))
+            done = int(accepted)
+            own = torch.cat((pending[:, :done], inputs[None, first : first + sum(counts)]), dim=1)
+            for to, count in zip((split_slot, next_slot)[-len(counts) :], counts, strict=True):
+                done += count
+                o, after = advance(weights, own[:, :done], state)
+                memory.write(to, after, start - accepted + done)
+            outputs.append(o[0, int(accepted) :])
+            first += sum(counts)
+        return torch.cat(outputs), {name: getattr(memory, name) for name in SLOTS}
 
     def wanted(
         self,
@@ -88,14 +123,14 @@ class Layer:
         next_slots: list[int] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Outputs, and the slots afterwards, of the reference on a copy of the slots, one sequence at a time."""
-        recurrence = Recurrence(self.shape, TorchBackend(CPU), **self.weights)
+        weights = GatedDeltaWeights(**self.weights)
         memory, outputs, first = LayerState(**self.state), [], 0
         for *places, start, count in zip(slots, next_slots or slots, starts, counts, strict=True):
             slot, next_slot, begin, rows = (torch.tensor([number]) for number in (*places, start, count))
             state, pending, accepted = memory.at(slot, begin)
-            state, new = recurrence.advance(pending, accepted, state)[1], inputs[None, first : first + count]
+            state, new = advance(weights, pending, state, accepted)[1], inputs[None, first : first + count]
             if count:
-                outputs.append(recurrence.advance(new, rows, state)[0][0])
+                outputs.append(advance(weights, new, state, rows)[0][0])
                 memory.write(next_slot, state, begin)
                 memory.pending[next_slot, :count] = new
             first += count

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from app.engine.device.gated_delta import advance
 from app.engine.load.engine import Engine
 
 
@@ -14,6 +15,6 @@ def check_state(engine: Engine, slot: int, start: int, wanted: list[Any]) -> Non
         memory, layer = pool.layers[number], target.layers[number].attention
         state, pending, counts = memory.at(torch.tensor([slot]), torch.tensor([start]))
         assert int(memory.num_tokens[slot]) + int(counts) == start
-        found = layer.recurrence.advance(pending, counts, state)[1]
+        found = advance(layer.weights, pending, state, counts)[1]
         torch.testing.assert_close(found.matrix[0], wanted[number].matrix, rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(found.conv[0], wanted[number].inputs, rtol=1e-3, atol=1e-4)

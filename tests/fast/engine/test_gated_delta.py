@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from app.engine.checkpoint.shapes import GatedDeltaConfig
-from app.engine.device.gated_delta import commit_and_verify, delta_rule, l2norm, last_rows, short_conv
+from app.engine.device.gated_delta import commit_and_verify, commit_prompts, delta_rule, l2norm, last_rows, short_conv
 from tests.fast.engine.delta_layers import Layer
-from tests.fast.engine.delta_suite import DeltaSuite
+from tests.fast.engine.delta_suite import DeltaSuite, PromptSuite
 
 torch.set_num_threads(1)
 K_HEADS, V_HEADS, K_DIM, V_DIM = 2, 6, 8, 12
@@ -121,5 +121,14 @@ class TestCommitAndVerify(DeltaSuite):
 
 
 class TestWithCountsOnTheHost(TestCommitAndVerify):
+    def layer(self, *shape: GatedDeltaConfig, **sizes: Any) -> Layer:
+        return super().layer(*shape, can_wait=True, **sizes)
+
+
+class TestCommitPrompts(PromptSuite):
+    run = staticmethod(commit_prompts)
+
+
+class TestPromptsWithCountsOnTheHost(TestCommitPrompts):
     def layer(self, *shape: GatedDeltaConfig, **sizes: Any) -> Layer:
         return super().layer(*shape, can_wait=True, **sizes)

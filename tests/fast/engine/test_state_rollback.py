@@ -9,14 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from app.engine.arrays import with_arrays
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import Checkpoint, read_config
+from app.engine.device.gated_delta import advance
 from app.engine.device.torch import TorchBackend
 from app.engine.load.loader import CheckpointWeights
 from app.engine.models.gated_delta_net import GatedDeltaNet
 from app.engine.models.layers import StepRows
 from app.engine.models.qwen3_5 import TextWeights
-from app.engine.models.recurrent_rows import RecurrentRows, SequenceRows
+from app.engine.models.recurrent_rows import RecurrentRows, SequenceRows, prompt_rows
 from app.engine.models.state_pool import StatePool
 from app.engine.models.weights import LayerSource
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
@@ -72,7 +74,7 @@ class Layer:
         places = torch.cat([i * width + torch.arange(len(rows)) for i, rows in enumerate(new)])
         slots, starts = (torch.tensor([getattr(seq, name) for seq in seqs]) for name in ("slot", "start"))
         next_slots = torch.tensor([seq.next_slot or seq.slot for seq in seqs])
-        step = RecurrentRows(SequenceRows(slots, next_slots, starts, counts, rows, places, self.static), [])
+        step = RecurrentRows(SequenceRows(slots, next_slots, starts, counts, rows, places, self.static), None)
         found = self.run(step, [row for rows in new for row in rows])
         for seq, rows, part in zip(seqs, new, found.split(counts.tolist()), strict=True):
             wanted, _ = self.recomputed([*seq.tokens, *rows])
@@ -80,10 +82,9 @@ class Layer:
 
     def prefill(self, seq: Row, new: list[Tensor]) -> None:
         """A chunk of a prompt, from the sequence's slot to the next one."""
-        numbers = torch.arange(len(new))
-        one = (seq.slot, seq.next_slot or seq.slot, seq.start, len(new))
-        chunk = SequenceRows(*(torch.tensor([number]) for number in one), numbers[None], numbers)
-        found = self.run(RecurrentRows(None, [chunk]), new)
+        rows = prompt_rows([(seq.slot, seq.next_slot or seq.slot, 0)], [seq.start], [[len(new)]])
+        prompts = with_arrays(rows, lambda _, array: torch.from_numpy(array))
+        found = self.run(RecurrentRows(None, prompts), new)
         torch.testing.assert_close(found, self.recomputed([*seq.tokens, *new])[0][seq.start :], **CLOSE)
 
     def run(self, recurrent: RecurrentRows, rows: list[Tensor]) -> Tensor:
@@ -96,7 +97,7 @@ class Layer:
         """Compare the state that the next step begins with."""
         slots, starts = torch.tensor([seq.slot]), torch.tensor([seq.start])
         state, pending, counts = self.memory.at(slots, starts)
-        found = self.net.recurrence.advance(pending, counts, state)[1]
+        found = advance(self.net.weights, pending, state, counts)[1]
         if not seq.tokens:
             assert found.matrix.eq(0).all() and found.conv.eq(0).all()
             return
@@ -212,5 +213,5 @@ def test_padding_sequences_stay_finite_on_the_scratch_slot(layer: Layer):
     for _ in range(3):
         scratch = torch.zeros(3, dtype=torch.int64)
         padding = SequenceRows(scratch, scratch, numbers, torch.ones(3), numbers[:, None], numbers)
-        assert layer.run(RecurrentRows(padding, []), layer.rows(3)).isfinite().all()
+        assert layer.run(RecurrentRows(padding, None), layer.rows(3)).isfinite().all()
     assert layer.memory.matrix[0].isfinite().all()

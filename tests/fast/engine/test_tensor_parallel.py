@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from app.config.engine import EngineConfig
+from app.engine.arrays import with_arrays
 from app.engine.checkpoint.draft import draft_config
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import Checkpoint, read_config
@@ -47,7 +48,7 @@ from app.engine.load.engine import Engine, build_engine
 from app.engine.load.loader import CheckpointWeights, target_class
 from app.engine.models.layers import DecoderLayer, StepRows
 from app.engine.models.qwen3_5 import GroupedWeights, HybridLayer, TextWeights
-from app.engine.models.recurrent_rows import RecurrentRows, SequenceRows
+from app.engine.models.recurrent_rows import RecurrentRows, prompt_rows
 from app.engine.models.rope import RotaryTable
 from app.engine.models.state_pool import StatePool
 from app.engine.models.weights import ExpertLayout, LayerSource, Part, shard
@@ -122,9 +123,8 @@ def layer_output(config: DecoderConfig, weights: Stored, comm: Comm, layout: Exp
     memory: Any = LayerKv(*(torch.zeros(3, 4, own.num_kv_heads, own.head_dim) for _ in range(2)))
     if own.gated_delta and 0 in own.gated_delta.layers:
         memory = StatePool(own.gated_delta, 2, 4, torch.float32, BACKEND.zeros).layers[0]
-        one, places = torch.ones(1, dtype=torch.int64), torch.arange(rows)
-        chunk = SequenceRows(one, 2 * one, 0 * one, rows * one, places[None], places)
-        step = replace(step, recurrent=RecurrentRows(None, [chunk]))
+        prompts = with_arrays(prompt_rows([(1, 2, 0)], [0], [[rows]]), lambda _, array: torch.from_numpy(array))
+        step = replace(step, recurrent=RecurrentRows(None, prompts))
     return sum(layer.forward(*layer.enter(hidden, None), step, memory))
 
 
