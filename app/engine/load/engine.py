@@ -24,7 +24,7 @@ from app.engine.dflash.report import log_draft
 from app.engine.errors import UnsupportedError
 from app.engine.load.chunk_trial import chunks_are_right
 from app.engine.load.loader import CheckpointWeights, OpenWeights
-from app.engine.load.made_up_steps import measure_costs, step_memory
+from app.engine.load.made_up_steps import made_up_texts, measure_costs, step_memory
 from app.engine.load.memory import kv_bytes, make_state_slots, make_states, with_pages
 from app.engine.load.models import Progress, read_models
 from app.engine.load.plan import Plan, Sizes, make_plan, name_of
@@ -230,7 +230,9 @@ def _warm(runner: ModelRunner, plan: Plan, on_progress: Progress) -> Engine:
         on_progress("warm-up", done + 1, num_steps)
     costs = None
     if config.verify == "auto" and sizes.block_size > 1:
-        costs = measure_costs(runner, sizes, plan.num_pages, partial(on_progress, "timing steps"), overlap=overlap)
+        texts = made_up_texts(core(Policy(sizes.block_size, width=1)), sizes) if plan.target.moe else ()
+        timing = partial(on_progress, "timing steps")
+        costs = measure_costs(runner, sizes, plan.num_pages, timing, overlap=overlap, texts=texts)
     serving = core(Policy(sizes.block_size, costs, config.verify if isinstance(config.verify, int) else None))
     if config.cache_events:
         serving.scheduler.events = CacheEvents()

@@ -3,11 +3,13 @@
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Listed
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from app.engine.core import EngineCore
 from app.engine.device.base import Backend
 from app.engine.errors import UnsupportedError
 from app.engine.load.plan import Sizes
@@ -32,6 +34,9 @@ _SLOW_MS = 100.0
 _CONTEXT = 128
 """Tokens before the rows, like in an answer. Without context a plain step would look too cheap, because context takes a
 larger part of its time than of a step that drafts."""
+_TEXTS, _TEXT_TOKENS, _TEXT_SECONDS = 16, 32, 2.0
+"""Texts that a mixture of experts makes up, their tokens, and the time after which they are short."""
+Texts = Listed[Listed[int]]
 
 
 def step_memory(runner_over: Callable[[int], ModelRunner], backend: Backend, sizes: Sizes) -> int:
@@ -95,6 +100,20 @@ def _sequence(num_tokens: int, pages: Iterable[int], temperature: float) -> Sequ
     return seq
 
 
+def made_up_texts(core: EngineCore, sizes: Sizes) -> Texts:
+    """Return the tokens of a few texts that the target draws side by side, each from another token on and at
+    temperature 1, because a greedy one would repeat itself."""
+    texts = {str(i): list[int]() for i in range(min(_TEXTS, sizes.max_num_seqs))}
+    vocab_size, length = core.runner.forward.target.config.vocab_size, min(_TEXT_TOKENS, sizes.max_model_len - 1)
+    for i, name in enumerate(texts):
+        core.add(Request(name, (i * 7919 % vocab_size,), length, SamplingParams(1.0, seed=i)))
+    end = time.perf_counter() + _TEXT_SECONDS
+    while core.has_work and time.perf_counter() < end:
+        for delta in core.step().deltas:
+            texts[delta.request_id] += delta.token_ids
+    return [text for text in texts.values() if text]
+
+
 def measure_costs(
     runner: ModelRunner,
     sizes: Sizes,
@@ -102,11 +121,15 @@ def measure_costs(
     on_progress: Callable[[int, int], None] = lambda *_: None,
     *,
     overlap: bool = False,
+    texts: Texts = (),
 ) -> CostTable:
     """Time decode steps of 1, 2, 4 ... sequences in the shapes of `shapes`, on free pages, and return their costs.
     Blocks have the widths of the runner's graphs, if there are any. With `overlap` a step is launched before the
     previous one is read. The quickest of several times counts, because other load only makes steps slower. Sizes that
-    need more than `num_pages` are left out. `on_progress` is called with (seconds elapsed, MAX_SECONDS)."""
+    need more than `num_pages` are left out. `on_progress` is called with (seconds elapsed, MAX_SECONDS).
+
+    A mixture of experts needs `texts`, whose tokens the sequences have in turn: a step reads the experts that its rows
+    have, which rows of one text share, all rows of one token have in common, and rows of any tokens hardly."""
     seqs = sorted({*(1 << i for i in range(sizes.max_num_seqs.bit_length())), sizes.max_num_seqs})
     seqs = [n for n in seqs if pages_of(n, sizes) <= num_pages]
     ends = (seqs[0], seqs[-1])
@@ -124,7 +147,7 @@ def measure_costs(
                 on_progress(min(int(seconds), MAX_SECONDS - 1), MAX_SECONDS)
                 ms = expected_ms(shape, times) if len(times) > 1 else 0.0  # the first two are timed in any case
                 if not ms or seconds + (ms if ms > _SLOW_MS else _IN_A_ROW * ms) / 1000 <= end:
-                    ms = _timed(runner, made_up(shape, sizes), overlap=overlap)
+                    ms = _timed(runner, made_up(shape, sizes), texts, overlap=overlap)
                     times[shape] = min(ms, times.get(shape, ms))
     on_progress(MAX_SECONDS, MAX_SECONDS)
     wanted = [shape for n in seqs if n in ends or Shape(n) in times for shape in shapes(n, sizes.block_size, widths)]
@@ -146,21 +169,24 @@ def _rows(shape: Shape) -> NDArray[np.int64]:
     return np.array((shape.seqs - 1 + shape.drafting * (shape.rows - 1), shape.drafting * shape.block))
 
 
-def _with_varied_tokens(runner: ModelRunner, inputs: StepInputs) -> StepInputs:
-    """Replace anchors and drafts by different tokens, as in text: rows of one token would have the same experts, and a
-    wide step would look too cheap."""
-    target, vocab_size = inputs.target, runner.forward.target.config.vocab_size
-    target.token_source = np.arange(len(target.token_ids), dtype=np.int32)
-    target.token_ids = target.token_source * 7919 % vocab_size
+def _with_text(inputs: StepInputs, batch: Batch, texts: Texts) -> StepInputs:
+    """Replace anchors and drafts by tokens of the sequence's text."""
+    target, tokens = inputs.target, list[int]()
+    for i, entry in enumerate(batch.decodes if texts else ()):
+        text, first = texts[i % len(texts)], i // len(texts) * entry.count
+        tokens += [text[(first + j) % len(text)] for j in range(entry.count)]
+    if tokens:
+        target.token_source = np.arange(len(target.token_ids), dtype=np.int32)
+        target.token_ids[: len(tokens)] = tokens
     return inputs
 
 
-def _timed(runner: ModelRunner, batch: Batch, *, overlap: bool) -> float:
+def _timed(runner: ModelRunner, batch: Batch, texts: Texts, *, overlap: bool) -> float:
     """Return the milliseconds of a step after others like it, or with `overlap` the time between two reads with a step
     launched in between. A slow step is timed at once."""
 
     def launch() -> PendingStep:
-        return runner.launch(_with_varied_tokens(runner, runner.layout.build(batch)))
+        return runner.launch(_with_text(runner.layout.build(batch), batch, texts))
 
     ahead = launch() if overlap else None
     for _ in range(_IN_A_ROW):

@@ -19,7 +19,7 @@ def steady_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """
 
     def costs(
-        runner: ModelRunner, sizes: Sizes, num_pages: int, on_progress: object = None, *, overlap: bool = False
+        runner: ModelRunner, sizes: Sizes, num_pages: int, on_progress: object = None, **rest: object
     ) -> CostTable:
         timed = [shape for seqs in (1, sizes.max_num_seqs) for shape in shapes(seqs, sizes.block_size)]
         return CostTable({s: 9.0 + s.seqs + s.drafting * (0.05 * s.block + 0.1 * s.rows) for s in timed})

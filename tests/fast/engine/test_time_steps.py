@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from app.engine.load import engine as build
 from app.engine.load import made_up_steps as time_steps
 from app.engine.load.made_up_steps import MAX_SECONDS, made_up, measure_costs
 from app.engine.load.plan import Sizes
 from app.engine.models.target import Target
+from app.engine.schedule.batch import Batch
 from app.engine.schedule.costs import CostTable, Shape
 from tests.fast.engine.lossless import make_engine
 from tests.fast.engine.pairs import make_pair
@@ -47,7 +49,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> CostTable:
     runner = SimpleNamespace(launch=machine.launch, rollback=lambda: None, layout=layout)
     monkeypatch.setattr(time_steps, "time", machine)
     monkeypatch.setattr(time_steps, "made_up", lambda shape, sizes: shape)
-    monkeypatch.setattr(time_steps, "_with_varied_tokens", lambda runner, shape: shape)
+    monkeypatch.setattr(time_steps, "_with_text", lambda inputs, shape, texts: inputs)
     return measure_costs(runner, SIZES, 64, lambda done, total: machine.progress.append((done, total)))  # type: ignore[arg-type]
 
 
@@ -142,8 +144,8 @@ class Device:
 def test_the_hosts_part_counts_only_where_serving_does_not_hide_it(monkeypatch, overlap, ms):
     device = Device()
     monkeypatch.setattr(time_steps, "time", device)
-    monkeypatch.setattr(time_steps, "_with_varied_tokens", lambda runner, shape: shape)
-    assert time_steps._timed(device, Shape(1), overlap=overlap) == pytest.approx(ms)  # type: ignore[arg-type]
+    monkeypatch.setattr(time_steps, "_with_text", lambda inputs, shape, texts: inputs)
+    assert time_steps._timed(device, Shape(1), (), overlap=overlap) == pytest.approx(ms)  # type: ignore[arg-type]
     assert not device.in_flight, "a step that is not read would hold the next one up"
 
 
@@ -164,26 +166,60 @@ def test_steps_of_a_runner_with_graphs_cost_what_they_are_padded_to(tmp_path, mo
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False])
-def test_rows_of_a_timed_step_have_different_tokens(tmp_path, monkeypatch, enforce_eager):
-    """Rows of one token have the same experts. Anchors of made-up sequences are alike, and so are their drafts."""
-    seen: list[tuple[int, int]] = []  # rows, and different tokens
+def test_rows_of_a_timed_step_of_a_mixture_are_text_that_it_makes_up(tmp_path, monkeypatch, enforce_eager):
+    """Rows of one token have the same experts, and rows of any tokens share fewer than those of a text."""
+    pair = make_pair(tmp_path, experts=8, num_layers=2, taps=(0,), draft_layers=1, vocab_size=64)
+    monkeypatch.setattr(time_steps, "MAX_SECONDS", 0.5)
+    given: list[Any] = []
+    measure = time_steps.measure_costs
+    monkeypatch.setattr(
+        build, "measure_costs", lambda *args, **rest: given.append(rest["texts"]) or measure(*args, **rest)
+    )
+    wishes = {"max_num_seqs": 3, "enforce_eager": enforce_eager, "max_model_len": 64}
+    seen: list[list[int]] = []
     forward = Target.forward
 
     def noted(self: Target, token_ids: Tensor, *rest: Any) -> Any:
-        seen.append((len(token_ids), len(token_ids.unique())))
+        seen.append(token_ids.tolist())
         return forward(self, token_ids, *rest)
 
-    pair = make_pair(tmp_path, experts=8, num_layers=2, taps=(0,), draft_layers=1)
-    monkeypatch.setattr(time_steps, "MAX_SECONDS", 0.5)
-    engine = make_engine(
-        pair.target, pair.draft, verify=1, max_num_seqs=2, enforce_eager=enforce_eager, max_model_len=64
-    )
     monkeypatch.setattr(Target, "forward", noted)
-    measure_costs(engine.core.runner, engine.sizes, 8)
-    of_whole_blocks = [different for rows, different in seen if rows == 8]
-    if not enforce_eager:  # the graph of eight rows has steps of fewer too, beside padding
-        of_whole_blocks = [max(of_whole_blocks, default=0)]
-    assert of_whole_blocks and min(of_whole_blocks) >= 7, seen
+    make_engine(pair.target, pair.draft, verify="auto", **wishes)
+    (texts,) = given
+    assert [len(text) for text in texts] == [32] * 3 and len({*map(tuple, texts)}) == 3
+    one, two = texts[0][:8], [*texts[0][:8], *texts[1][:8]]
+    assert one in [rows[:8] for rows in seen] and two in [rows[:16] for rows in seen]
+
+
+def test_a_dense_target_makes_up_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = make_pair(tmp_path)
+    monkeypatch.setattr(time_steps, "MAX_SECONDS", 0.3)
+    monkeypatch.setattr(build, "made_up_texts", lambda *_: pytest.fail("its steps cost the same for any tokens"))
+    assert make_engine(pair.target, pair.draft, verify="auto", max_num_seqs=1, max_model_len=64)
+
+
+def test_a_mixture_on_a_slow_machine_makes_up_short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(lambda _: 700.0)
+    vocabulary = SimpleNamespace(forward=SimpleNamespace(target=SimpleNamespace(config=SimpleNamespace(vocab_size=9))))
+    asked: list[str] = []
+
+    def step() -> SimpleNamespace:
+        machine.launch(Shape(1))
+        return SimpleNamespace(deltas=[SimpleNamespace(request_id=name, token_ids=[5]) for name in asked[1:]])
+
+    core: Any = SimpleNamespace(
+        runner=vocabulary, add=lambda request: asked.append(request.request_id), has_work=True, step=step
+    )
+    monkeypatch.setattr(time_steps, "time", machine)
+    assert time_steps.made_up_texts(core, replace(SIZES, max_num_seqs=4)) == [[5, 5, 5]] * 3, "one has no token"
+
+
+def test_sequences_have_texts_in_turn_and_then_what_follows_in_them() -> None:
+    batch = Batch(decodes=[SimpleNamespace(count=2)] * 5)  # type: ignore[list-item]
+    target = SimpleNamespace(token_ids=np.zeros(12, np.int32), token_source=None)
+    time_steps._with_text(SimpleNamespace(target=target), batch, [[1, 2, 3, 4, 5], [6, 7, 8]])  # type: ignore[arg-type]
+    assert target.token_ids.tolist() == [1, 2, 6, 7, 3, 4, 8, 6, 5, 1, 0, 0], "the last rows are padding"
+    assert target.token_source.tolist() == [*range(12)]
 
 
 @pytest.mark.parametrize("page_size", [4, 16, 128])

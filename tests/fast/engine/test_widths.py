@@ -155,7 +155,7 @@ def test_what_held_a_step_up_while_it_was_timed_is_no_cost(monkeypatch: pytest.M
     monkeypatch.setattr(
         costs,
         "_timed",
-        lambda runner, shape, overlap: next(rounds, 400.0) if shape == (1, 1, 16, 16) else 3.0 + shape.drafting,
+        lambda runner, shape, texts, overlap: next(rounds, 400.0) if shape == (1, 1, 16, 16) else 3.0 + shape.drafting,
     )
     runner = SimpleNamespace(layout=SimpleNamespace(graphs=None))
     timed = measure_costs(runner, Sizes(16, 256, 4, 64, 16), num_pages=16)  # type: ignore[arg-type]
