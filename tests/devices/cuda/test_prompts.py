@@ -14,7 +14,7 @@ from tests.devices.cuda.engines import DENSE, engine, use_kernels
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.lossless import run_engine
 from tests.fast.engine.paged import Paged
-from tests.fast.engine.pairs import make_pair
+from tests.fast.engine.pairs import GPT_OSS, make_pair
 
 torch.set_num_threads(1)
 
@@ -36,9 +36,31 @@ def test_prompts_are_a_softmax_over_each_sequences_own_tokens(lengths: Any, wind
         )
 
 
-def test_texts_are_those_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [None, 40])
+def test_so_they_are_with_gpt_oss_heads_and_sinks_behind_a_context(window: int | None) -> None:
+    """Eight query heads of 64 share a KV head. In bfloat16 two roundings are allowed."""
+    noise = torch.Generator().manual_seed(4)
+    for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
+        case = Paged(
+            [33, 1, 20],
+            [90, 70, 20],
+            heads=8,
+            kv_heads=1,
+            dim=64,
+            window=window,
+            sinks=4 * torch.randn(8, generator=noise),
+            dtype=dtype,
+            garbage=math.nan,
+        )
+        found = case.run(CudaBackend(torch.device("cpu"))).double()
+        torch.testing.assert_close(found, case.expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_texts_are_those_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sinks: bool) -> None:
     """Prompts of 40 and 30 tokens are read in chunks, one after another, with drafts."""
-    pair, sizes = make_pair(tmp_path, **DENSE), {"page_size": 4, "max_num_batched_tokens": 24}
+    more: dict[str, Any] = GPT_OSS | {"experts": 2, "experts_per_tok": 1} if sinks else {}
+    pair, sizes = make_pair(tmp_path, **DENSE | more), {"page_size": 4, "max_num_batched_tokens": 24}
     asked = [flat_request(f"r{i}", tuple(j * j % 3 for j in range(40 - 10 * i)), max_tokens=6) for i in range(2)]
     expected = run_engine(engine(pair, draft=False, **sizes), asked).texts
     use_kernels(monkeypatch)
