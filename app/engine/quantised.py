@@ -46,9 +46,9 @@ class PackedFp4:
     """Experts [E, out, columns] of the `dtype` in mxfp4 (OCP Microscaling Formats 1.0): numbers of 4 bits, e2m1, in
     blocks of 32 of a row, which have a common power of two, e8m0.
 
-    `data` [E, out, 16 B] uint8 has number j of a block in the low half of its byte j, and number j + 16 in the high
-    one. `scales` [E, B, out] uint8. The first column is number `skipped` of its block, because a rank's slice may begin
-    and end inside of one.
+    `data` [E, out, 16 B] uint8 has eight words of 16 bits for a block. Word c has the numbers c, c + 8, c + 16 and
+    c + 24, the first in its lowest bits. `scales` [E, B, out] uint8. The first column is number `skipped` of its block,
+    because a rank's slice may begin and end inside of one.
     """
 
     data: Tensor
@@ -63,9 +63,9 @@ class PackedFp4:
 
     def dequantised(self) -> Tensor:
         """Return the numbers [E, out, columns]. They are exact in bfloat16, and NaN where the scale is."""
-        blocks, scales = self.data.unflatten(-1, (-1, FP4_BLOCK // 2)), self.scales.mT[..., None]
-        table = torch.tensor(_E2M1, device=blocks.device)
-        numbers = table[torch.cat((blocks & 0xF, blocks >> 4), dim=-1).int()]
+        table, scales = torch.tensor(_E2M1, device=self.data.device), self.scales.mT[..., None]
+        words = torch.stack((self.data & 0xF, self.data >> 4), dim=-1).view(*scales.shape[:-1], 8, 4)
+        numbers = table[words.mT.flatten(-2).int()]
         numbers = torch.ldexp(numbers, scales.int() - _E8M0_BIAS).masked_fill_(scales == _E8M0_NAN, torch.nan)
         return numbers.flatten(-2).narrow(-1, self.skipped, self.columns).to(self.dtype)
 
@@ -94,8 +94,9 @@ ExpertWeight = Weight | PackedFp4
 def packed_fp4(blocks: Tensor) -> Tensor:
     """Return `PackedFp4.data` of blocks [..., B, 16] of a file, where byte j of a block has its numbers 2j, in the low
     half, and 2j + 1."""
-    first, second = torch.stack((blocks & 0xF, blocks >> 4), dim=-1).flatten(-2).chunk(2, dim=-1)
-    return (first | second << 4).flatten(-2)
+    numbers = torch.stack((blocks & 0xF, blocks >> 4), dim=-1).flatten(-2)
+    low, high = numbers.unflatten(-1, (4, 8)).mT.unflatten(-1, (2, 2)).unbind(-1)
+    return (low | high << 4).flatten(-3)
 
 
 def plain(rows: Rows) -> Tensor:

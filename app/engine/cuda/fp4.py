@@ -14,35 +14,32 @@ from torch import Tensor
 
 from app.engine.cuda import experts
 from app.engine.cuda.experts import expert_of, swiglu
-from app.engine.cuda.launch import INTERPRETED, UPCAST
+from app.engine.cuda.launch import INTERPRETED, UPCAST, operand
 from app.engine.device.moe import SWIGLU_ALPHA, MoeConfig, Routing
 from app.engine.quantised import ExpertWeight, PackedFp4
 
 LARGEST_SCALE = 128
 """e8m0 up to which a scale times 2^126 is a number of bfloat16: 2^1. Scales of trained weights are below 2^0."""
 E2M1 = tl.constexpr(
-    """{ .reg .b32 s, t, u, v;
-    prmt.b32 s, $4, 0, 0x4140;
-    prmt.b32 t, $4, 0, 0x4342;
-    shl.b32 u, s, 12;
-    shl.b32 v, s, 6;
+    """{ .reg .b32 u, v;
+    shl.b32 u, $4, 12;
+    shl.b32 v, $4, 6;
     and.b32 u, u, 0x80008000;
     lop3.b32 $0, v, 0x01c001c0, u, 0xea;
-    shl.b32 u, t, 12;
-    shl.b32 v, t, 6;
+    shl.b32 u, $4, 8;
+    shl.b32 v, $4, 2;
     and.b32 u, u, 0x80008000;
     lop3.b32 $1, v, 0x01c001c0, u, 0xea;
-    shl.b32 u, s, 8;
-    shl.b32 v, s, 2;
+    shl.b32 u, $4, 4;
+    shr.b32 v, $4, 2;
     and.b32 u, u, 0x80008000;
     lop3.b32 $2, v, 0x01c001c0, u, 0xea;
-    shl.b32 u, t, 8;
-    shl.b32 v, t, 2;
-    and.b32 u, u, 0x80008000;
+    shr.b32 v, $4, 6;
+    and.b32 u, $4, 0x80008000;
     lop3.b32 $3, v, 0x01c001c0, u, 0xea; }"""
 )
-"""Four bytes to bfloat16: the numbers in their low halves, two and two, and those in their high ones. The sign at bit
-15 and the other bits of e2m1 at 8 to 6 are 2^-126 of the number there, also if it is subnormal."""
+"""Two words of four numbers to bfloat16, the first numbers of both, the second ones, and so on. The sign at bit 15 and
+the other bits of e2m1 at 8 to 6 are 2^-126 of the number there, also if it is subnormal."""
 
 
 def multiplies(weight: PackedFp4) -> bool:
@@ -82,7 +79,7 @@ def multiply(
     # Each expert that has pairs may have one tile that is not full.
     tiles = min(num_pairs, min(num_pairs, config.num_experts) + num_pairs // tile.pairs)
     expert_rows4[tiles, triton.cdiv(columns, rows)](
-        *(x, w.data, w.scales, bias, out, routing.order, routing.ends, shares),
+        *(x, w.data.view(torch.int16), w.scales, bias, out, routing.order, routing.ends, shares),
         IN=x.shape[1],
         SKIPPED=w.skipped,
         OUT=columns,
@@ -131,12 +128,12 @@ def expert_rows4(
     source = pair // TOP_K if GATE else index.to(tl.int64)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column, is_row = (columns < OUT)[:, None], is_row[None, :]
-    byte, group = tl.arange(0, BLOCK_K // 2)[None, :], tl.arange(0, BLOCK_K // 32)[None, :]
-    low = (byte // 16 * 32 + byte % 16).trans(1, 0)  # columns of the numbers in the low halves; the others are 16 later
+    word, group = tl.arange(0, BLOCK_K // 4)[None, :], tl.arange(0, BLOCK_K // 32)[None, :]
     first = expert.to(tl.int64) * WIDTH
-    w = w_ptr + first * (BLOCKS * 16) + columns[:, None] * (BLOCKS * 16) + byte
+    w = w_ptr + first * (BLOCKS * 8) + columns[:, None] * (BLOCKS * 8) + word
     scales = scales_ptr + first * BLOCKS + columns[:, None] + group * WIDTH
-    x = x_ptr + source[None, :] * IN + (low - SKIPPED)
+    column = (word // 8 * 32 + word % 8 - SKIPPED).trans(1, 0)  # of the first number of a word; others are 8 apart
+    x = x_ptr + source[None, :] * IN
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     # Scales are loaded one tile ahead, because Triton pipelines only what a product reads.
@@ -148,17 +145,17 @@ def expert_rows4(
         scales += BLOCK_K // 32 * WIDTH
         is_scale = is_column & (block + BLOCK_K // 32 + group < BLOCKS)
         next_scale = tl.load(scales, mask=is_scale, other=0)
-        number = block * 32 + low
-        low_x = tl.load(x, mask=is_row & (number >= SKIPPED) & (number < SKIPPED + IN), other=0.0)
-        high_x = tl.load(x + 16, mask=is_row & (number + 16 >= SKIPPED) & (number + 16 < SKIPPED + IN), other=0.0)
-        is_weight = is_column & (block * 16 + byte < BLOCKS * 16)
-        acc = times(tl.load(w, mask=is_weight, other=0), scale, low_x, high_x, acc)
+        x0 = columns_of(x, column + block * 32, is_row, IN)
+        x1 = columns_of(x, column + block * 32 + 8, is_row, IN)
+        x2 = columns_of(x, column + block * 32 + 16, is_row, IN)
+        x3 = columns_of(x, column + block * 32 + 24, is_row, IN)
+        is_weight = is_column & (block * 8 + word < BLOCKS * 8)
+        acc = times(tl.load(w, mask=is_weight, other=0), scale, x0, x1, x2, x3, acc)
         if GATE:
             up_scale = next_up
             next_up = tl.load(scales + OUT, mask=is_scale, other=0)
-            up = times(tl.load(w + OUT * BLOCKS * 16, mask=is_weight, other=0), up_scale, low_x, high_x, up)
-        w += BLOCK_K // 2
-        x += BLOCK_K
+            up = times(tl.load(w + OUT * BLOCKS * 8, mask=is_weight, other=0), up_scale, x0, x1, x2, x3, up)
+        w += BLOCK_K // 4
     biases = bias_ptr + first + columns[:, None]
     if bias_ptr is not None:
         acc += tl.load(biases, mask=is_column, other=0.0).to(tl.float32)
@@ -174,28 +171,37 @@ def expert_rows4(
 
 
 @triton.jit
-def times(w, scale, low_x, high_x, acc):
-    """Return acc + W x for bytes of W [N, 16 B], scales [N, B], and x [16 B, M] of low halves and of high ones."""
-    low, high = halves(w, scale)
-    if UPCAST:
-        low_x, high_x = low_x.to(tl.float32), high_x.to(tl.float32)
-    return tl.dot(high, high_x, tl.dot(low, low_x, acc))
+def columns_of(x, column, is_row, IN: tl.constexpr):
+    """Return the columns of rows, [K, M], and zeros where there are none."""
+    return operand(tl.load(x + column, mask=is_row & (column >= 0) & (column < IN), other=0.0))
 
 
 @triton.jit
-def halves(w, scale):
-    """Return the numbers of low and of high halves of bytes [N, 16 B], times their scales e8m0 [N, B].
+def times(w, scale, x0, x1, x2, x3, acc):
+    """Return acc + W x for words of W [N, 8 B], scales [N, B], and the columns of x [8 B, M] of their four numbers."""
+    w0, w1, w2, w3 = numbers(w, scale)
+    acc = tl.dot(w0, x0, acc)
+    acc = tl.dot(w1, x1, acc)
+    acc = tl.dot(w2, x2, acc)
+    return tl.dot(w3, x3, acc)
+
+
+@triton.jit
+def numbers(w, scale):
+    """Return the four numbers of words [N, 8 B], lowest bits first, times their scales e8m0 [N, B].
 
     They are 2^-126 of themselves until the scale, times 2^126, multiplies them: its exponent is e + 126.
     """
     if UPCAST:  # the same bits, in the upper half of fp32
         wide = w.to(tl.int32)
-        low = (((wide & 8) << 28) | ((wide & 7) << 22)).to(tl.float32, bitcast=True)
-        high = (((wide & 0x80) << 24) | ((wide & 0x70) << 18)).to(tl.float32, bitcast=True)
+        w0 = (((wide << 28) & -0x80000000) | ((wide << 22) & 0x01C00000)).to(tl.float32, bitcast=True)
+        w1 = (((wide << 24) & -0x80000000) | ((wide << 18) & 0x01C00000)).to(tl.float32, bitcast=True)
+        w2 = (((wide << 20) & -0x80000000) | ((wide << 14) & 0x01C00000)).to(tl.float32, bitcast=True)
+        w3 = (((wide << 16) & -0x80000000) | ((wide << 10) & 0x01C00000)).to(tl.float32, bitcast=True)
         factor = ((scale.to(tl.int32) + 126) << 23).to(tl.float32, bitcast=True)
     else:
-        kinds: tl.constexpr = (tl.bfloat16, tl.bfloat16)
-        low, high = tl.inline_asm_elementwise(E2M1, "=r,=r,=r,=r,r", [w], kinds, is_pure=True, pack=4)
+        kinds: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
+        w0, w1, w2, w3 = tl.inline_asm_elementwise(E2M1, "=r,=r,=r,=r,r", [w], kinds, is_pure=True, pack=2)
         factor = ((scale.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True)
-    factor = tl.broadcast_to(factor[:, :, None], [scale.shape[0], scale.shape[1], 16]).reshape(w.shape)
-    return low * factor, high * factor
+    factor = tl.broadcast_to(factor[:, :, None], [scale.shape[0], scale.shape[1], 8]).reshape(w.shape)
+    return w0 * factor, w1 * factor, w2 * factor, w3 * factor

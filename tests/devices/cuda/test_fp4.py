@@ -26,6 +26,7 @@ torch.set_num_threads(1)
 BF16 = torch.bfloat16
 MOE = MoeConfig(6, 3, intermediate_size=40, norm_topk_prob=True, has_bias=True, swiglu_limit=0.5)
 HIDDEN = 72
+UNITS = torch.full((1, 16, 2), 127, dtype=torch.uint8)
 
 
 def experts_of(
@@ -40,7 +41,7 @@ def experts_of(
 
 
 def run_ptx(text: str, given: int) -> list[int]:
-    """Return the results of a block of PTX's prmt, shl, and, and lop3 of one word."""
+    """Return the results of a block of PTX's shl, shr, and, and lop3."""
     words = {"$4": given}
 
     def value(name: str) -> int:
@@ -51,57 +52,67 @@ def run_ptx(text: str, given: int) -> list[int]:
         if operation == "reg":
             continue
         a, b, *more = map(value, named)
-        if operation == "prmt":
-            both = (a | b << 32).to_bytes(8, "little")
-            words[to] = int.from_bytes(bytes(both[more[0] >> 4 * i & 7] for i in range(4)), "little")
-        elif operation == "lop3":
+        if operation == "lop3":
             assert more[1] == 0xEA  # (a & b) | c
             words[to] = a & b | more[0]
         else:
-            assert operation in ("shl", "and")
-            words[to] = a << b & 0xFFFFFFFF if operation == "shl" else a & b
+            assert operation in ("shl", "shr", "and")
+            words[to] = a << b & 0xFFFFFFFF if operation == "shl" else a >> b if operation == "shr" else a & b
     return [words[f"${i}"] for i in range(4)]
+
+
+def pairs(rows: Tensor) -> Tensor:
+    """Return each row and the next one, which is the first after the last."""
+    return torch.stack((rows, rows.roll(-1, 0)), dim=1)
 
 
 def bits_to_float(bits: Any) -> Tensor:
     return torch.from_numpy((np.asarray(bits, dtype=np.uint32) << 16).view(np.float32))
 
 
-def test_the_instructions_of_a_gpu_take_every_byte_apart_exactly() -> None:
-    """The text that is compiled, run word by word. Each byte is in each place of a word once."""
-    numbers = PackedFp4(
-        torch.arange(256, dtype=torch.uint8).view(1, 16, 16), torch.full((1, 1, 16), 127), torch.float32, 0, 32
-    )
-    low, high = (half.flatten() for half in numbers.dequantised()[0].chunk(2, dim=-1))
-    for byte in range(256):
-        word = [(byte + 77 * i) % 256 for i in range(4)]
-        found = run_ptx(fp4.E2M1.value, int.from_bytes(bytes(word), "little"))
-        halves = bits_to_float([bits for pair in found for bits in (pair & 0xFFFF, pair >> 16)]) * 2.0**126
-        assert halves.tolist() == [*low[word].tolist(), *high[word].tolist()]
-        assert halves.signbit().tolist() == [*low[word].signbit().tolist(), *high[word].signbit().tolist()]
+def every_word() -> tuple[Tensor, Tensor]:
+    """Return words of 16 bits with every number in each of their places, and those numbers in fp32 [words, 4]."""
+    weight = PackedFp4(torch.arange(256, dtype=torch.uint8).repeat(2).view(1, 2, 256), UNITS, torch.float32, 0, 512)
+    weight.data[0, 1] = weight.data[0, 0].roll(1)
+    words = weight.data.view(torch.int16).flatten()
+    return words, weight.dequantised().view(32, 4, 8).mT.reshape(-1, 4)
+
+
+def test_the_instructions_of_a_gpu_take_every_word_apart_exactly() -> None:
+    """The text that is compiled, run on two words at a time, each of which is in both places."""
+    words, wanted = every_word()
+    for (low, high), numbers in zip(pairs(words), pairs(wanted), strict=True):
+        found = run_ptx(fp4.E2M1.value, (int(low) & 0xFFFF) | (int(high) & 0xFFFF) << 16)
+        for i, bits in enumerate(found):
+            halves = bits_to_float([bits & 0xFFFF, bits >> 16]) * 2.0**126
+            assert torch.equal(halves, numbers[:, i]) and torch.equal(halves.signbit(), numbers[:, i].signbit())
 
 
 @InterpretedFunction
-def write_halves(w_ptr, scale_ptr, out_ptr, N: tl.constexpr):
-    rows, byte = tl.arange(0, N)[:, None], tl.arange(0, 16)[None, :]
-    low, high = fp4.halves(tl.load(w_ptr + rows * 16 + byte), tl.load(scale_ptr + rows))
-    tl.store(out_ptr + rows * 32 + byte, low)
-    tl.store(out_ptr + rows * 32 + 16 + byte, high)
+def write_numbers(w_ptr, scale_ptr, out_ptr, N: tl.constexpr):
+    rows, word = tl.arange(0, N)[:, None], tl.arange(0, 8)[None, :]
+    found = fp4.numbers(tl.load(w_ptr + rows * 8 + word), tl.load(scale_ptr + rows))
+    tl.store(out_ptr + rows * 32 + word, found[0])
+    tl.store(out_ptr + rows * 32 + word + 8, found[1])
+    tl.store(out_ptr + rows * 32 + word + 16, found[2])
+    tl.store(out_ptr + rows * 32 + word + 24, found[3])
 
 
 def test_every_number_times_every_scale_that_is_taken_has_its_bits() -> None:
     """Subnormal ones too. A larger scale, NaN among them, is not taken."""
-    scales = torch.arange(fp4.LARGEST_SCALE + 1).repeat_interleave(16)[: 16 * 128 + 16]
-    n = 4096
-    scales = torch.cat((scales, torch.zeros(n - len(scales), dtype=torch.int64))).to(torch.uint8)
-    data = torch.arange(256, dtype=torch.uint8).repeat(n // 16).view(1, n, 16)
-    weight, out = PackedFp4(data, scales.view(1, 1, n), BF16, 0, 32), torch.empty(n, 32)
-    write_halves[1,](data, scales, out, N=n)
+    count = 32 * (fp4.LARGEST_SCALE + 1)  # of blocks: all words with each scale
+    scales = torch.arange(count).div(32, rounding_mode="floor").to(torch.uint8)
+    data = every_word()[0].repeat(count // 32)
+    rows = 1 << count.bit_length()
+    padded = (torch.nn.functional.pad(x, (0, rows * n - len(x))) for x, n in ((data, 8), (scales, 1)))
+    out = torch.empty(rows, 32)
+    write_numbers[1,](*padded, out, N=rows)
+    weight = PackedFp4(data.view(torch.uint8).view(1, count, 16), scales.view(1, 1, count), BF16, 0, 32)
     wanted = weight.dequantised()[0]
-    assert torch.equal(out.to(BF16).view(torch.int16), wanted.view(torch.int16))
-    assert torch.equal(out, wanted.float())  # so bfloat16 holds each exactly
-    factors = (np.arange(129, dtype=np.int16) + 126) << 7  # as on a GPU
-    assert bits_to_float(factors).tolist() == [2.0 ** (e - 1) for e in range(129)]
+    assert torch.equal(out[:count].to(BF16).view(torch.int16), wanted.view(torch.int16))
+    assert torch.equal(out[:count], wanted.float())  # so bfloat16 holds each exactly
+    factors = (np.arange(fp4.LARGEST_SCALE + 1, dtype=np.int16) + 126) << 7  # as on a GPU
+    assert bits_to_float(factors).tolist() == [2.0 ** (e - 1) for e in range(fp4.LARGEST_SCALE + 1)]
 
 
 @pytest.mark.parametrize("limit", [None, 0.5], ids=str)
