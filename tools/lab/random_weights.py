@@ -249,10 +249,10 @@ class RandomWeights:
         return
 
 
-def write_configs(wanted: str, folder: Path) -> tuple[Path, Path]:
+def write_configs(wanted: str | dict[str, Any], folder: Path) -> tuple[Path, Path]:
     """Write the config.json of a target and of a draft for it, and return their folders.
 
-    `wanted` is one of NAMES, or a path to a target's config.json. Raises ConfigError for what is neither.
+    `wanted` is one of NAMES, a path to a target's config.json, or its contents. Raises ConfigError for what is neither.
     """
     for name, config in zip(("target", "draft"), pair_of(wanted), strict=True):
         (folder / name).mkdir()
@@ -260,7 +260,7 @@ def write_configs(wanted: str, folder: Path) -> tuple[Path, Path]:
     return folder / "target", folder / "draft"
 
 
-def random_engine(wanted: str, *, draft: bool, device: str, **config: Any) -> Engine:
+def random_engine(wanted: str | dict[str, Any], *, draft: bool, device: str, **config: Any) -> Engine:
     """Build an engine of random weights in the sizes of `wanted`, like in `write_configs`.
 
     The memory of an earlier one is freed first: two of an 8B do not fit, and an engine is a cycle of references.
@@ -314,8 +314,10 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     shutil.copy(DEMO / "target" / "tokenizer_config.json", folder)
 
 
-def pair_of(wanted: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def pair_of(wanted: str | dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the configs of a target and of a draft for it, like `write_configs` writes them."""
+    if isinstance(wanted, dict):
+        return wanted, draft_for(wanted)
     if wanted == DEMO_PAIR:
         longer = {"max_position_embeddings": DEMO_POSITIONS}
         return _read(DEMO / "target" / "config.json") | longer, _read(DEMO / "draft" / "config.json") | longer

@@ -1,4 +1,5 @@
-"""Texts from graphs against the same steps without capture, eager code, one step at a time, and no draft."""
+"""Texts from graphs against the same steps without capture, eager code, one step at a time, and no draft: of each kind
+of target."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from app.engine.device.torch import TorchBackend
 from app.messages import SamplingParams
 from tools.lab import simulated
 from tools.lab.in_process import random_requests
-from tools.lab.random_weights import random_engine
+from tools.lab.random_weights import TARGETS, random_engine
 from tools.report.part import Options, Part, Result
 
 Texts = list[list[int]]
@@ -59,32 +60,69 @@ WAYS = {
 """In bf16 only texts that must be the same bit by bit are compared, because random weights decide by little.
 
 In fp32 a near tie is rare. There drafts are accepted, so that the device moves on by more than a token."""
-MODEL = "qwen3-0.6b"
+OF_BITS = {
+    "graphs": Way(accepted=3),
+    "the same steps without capture": Way("graphs", accepted=3, rerun=True),
+}
+IN_FP32 = {name: WAYS[name] for name in (ACCEPTED, "the same, eager", PLAIN, "graphs, fp32")}
+"""Quantised weights have none of these: they become fp32 at load."""
+SAME_BITS = {"batch_invariant": True}
+INVARIANT = {
+    "no draft, --batch-invariant": Way(config=SAME_BITS, draft=False),
+    "graphs, --batch-invariant": Way("no draft, --batch-invariant", config=SAME_BITS),
+    "eager, --batch-invariant": Way("no draft, --batch-invariant", config=SAME_BITS | {"enforce_eager": True}),
+}
+
+
+def _small(name: str, layers: int = 4, **sizes: Any) -> dict[str, Any]:
+    """Return a config of the laboratory with few layers, and heads as they are."""
+    config = TARGETS[name]
+    kinds = {"layer_types": config["layer_types"][:layers]} if "layer_types" in config else {}
+    shape = {"vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": layers}
+    return config | shape | kinds | sizes
+
+
+_PLAIN: dict[str, Any] = {"quantization_config": {}}
+_INT8: dict[str, Any] = {"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}}
+_EXPERTS = _small("qwen3-30b-a3b-fp8", num_experts=64, num_attention_heads=8)
+_HYBRID = _small("qwen3.8-27b-fp8", layers=8, linear_num_value_heads=32)
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Way]]] = {
+    "hybrid in FP8": (_HYBRID, OF_BITS),
+    "experts in FP8": (_EXPERTS, OF_BITS),
+    "dense in FP8": (_small("qwen3-8b-fp8"), OF_BITS | INVARIANT),
+    "gpt-oss": (_small("gpt-oss-20b"), OF_BITS | {name: WAYS[name] for name in (ACCEPTED, "the same, eager")}),
+    "dense in int8": (_small("qwen3-8b") | _INT8, OF_BITS | INVARIANT),
+    "hybrid": (_HYBRID | _PLAIN, OF_BITS | IN_FP32),
+    "experts": (_EXPERTS | _PLAIN, OF_BITS | IN_FP32),
+    "dense": (_small("qwen3-0.6b", 12, vocab_size=151936), WAYS),
+}
 NUM_REQUESTS, PROMPT, ANSWER = 6, 60, 48
-SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 512, "max_graphs": 24, "enforce_eager": False}
+SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 512, "max_graphs": 16, "enforce_eager": False}
 
 
 def parts(options: Options) -> list[Part]:
-    return parts_of(MODEL, options.device, answer=ANSWER)
+    return [
+        part for kind, (model, ways) in KINDS.items() for part in parts_of(model, ways, options.device, ANSWER, kind)
+    ]
 
 
-def parts_of(model: str, device: str, *, answer: int) -> list[Part]:
+def parts_of(model: dict[str, Any], ways: dict[str, Way], device: str, answer: int, kind: str) -> list[Part]:
     """Return a part for each way, all with the same requests."""
     made: dict[str, Texts | None] = {}
 
     def texts(name: str) -> Texts:
         if name not in made:
             made[name] = None
-            made[name] = texts_of(WAYS[name], model, device, answer)
+            made[name] = texts_of(ways[name], model, device, answer)
         result = made[name]
         if result is None:
             raise RuntimeError(f"{name!r} failed, and there is nothing to compare with")
         return result
 
-    return [Part(name, partial(compared, way, name, texts)) for name, way in WAYS.items()]
+    return [Part(f"{kind}: {name}", partial(compared, way, name, texts)) for name, way in ways.items()]
 
 
-def texts_of(way: Way, model: str, device: str, answer: int) -> Texts:
+def texts_of(way: Way, model: dict[str, Any], device: str, answer: int) -> Texts:
     with capturing(not way.rerun):
         engine = random_engine(model, draft=way.draft, device=device, **SIZES | way.config)
         engine.core.overlap &= way.overlap

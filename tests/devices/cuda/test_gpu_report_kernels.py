@@ -16,8 +16,9 @@ from app.engine.cuda import gated_delta
 from app.engine.cuda.backend import CudaBackend, InvariantCudaBackend
 from app.engine.device.moe import MoeConfig
 from app.engine.device.recurrent import GatedDeltaStep
-from tests.devices.cuda.engines import interpreted
-from tools.report import command, hazards
+from tests.costs import landing_ones
+from tests.devices.cuda.engines import GRAPHS, interpreted, use_kernels
+from tools.report import command, equality, hazards
 from tools.report import section as report_section
 from tools.report.operators import compared, of_graphs, of_torch
 from tools.report.part import Options, Result
@@ -89,6 +90,40 @@ def test_a_row_whose_bits_are_the_batchs_and_a_nan_that_is_lost_are_found(monkey
     assert wrong == alone | {"NaN in e4m3"}
 
 
+SIZES_OF_ENGINES = {"max_num_seqs": 2, "max_model_len": 32, "kv_cache_memory": 1 << 20, "page_size": 4}
+TINY: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+}
+TINY_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+TINY_HYBRID = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+
+
+KINDS = ["hybrid in FP8", "experts in FP8", "dense in FP8", "gpt-oss", "dense in int8"]
+
+
+@pytest.mark.parametrize("kind", landing_ones(KINDS, ("hybrid in FP8",)))
+def test_texts_of_each_kind_of_target_are_the_same_in_graphs_and_without(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ways = equality.KINDS[kind]
+    layers = 4 if "hybrid" in kind else 2
+    few = TINY | {"num_hidden_layers": layers, "head_dim": 16}
+    few |= {"layer_types": model["layer_types"][:layers]} if "layer_types" in model else {}
+    few |= (TINY_HYBRID if "hybrid" in kind else {}) | (TINY_EXPERTS if "experts" in kind or "oss" in kind else {})
+    use_kernels(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    for name, value in {"NUM_REQUESTS": 2, "PROMPT": 5, "SIZES": equality.SIZES | GRAPHS | SIZES_OF_ENGINES}.items():
+        monkeypatch.setattr(equality, name, value)
+    chosen = {name: way for name, way in ways.items() if name in equality.OF_BITS}
+    first, second = [part.run() for part in equality.parts_of(model | few, chosen, "cpu", 6, kind)]
+    assert first["of"] == 12 and second["passed"] and second["tokens alike"] == 12
+
+
 def ran(run: Callable[[], object]) -> float:
     run()
     return 1e-6
@@ -110,7 +145,7 @@ def test_every_section_has_its_parts_with_the_options_of_the_command(monkeypatch
     assert set(chosen) == {options.index} and options.index == (1 if device == "cuda:1" else 0)
     assert found["speeds"] == [f"{way} at {n}" for way in ("plain", "full blocks", "auto") for n in (1, 8)]
     assert found["profile"] == [f"{way} at {n}" for way in ("plain", "width 8", "width 16") for n in (1, 8)]
-    assert len(found["operators"]) > 30 and len(found["equality"]) == 11
+    assert len(found["operators"]) > 30 and len(found["equality"]) == 41
     assert {"copy", "matmul"} < set(found["roofline"])
     assert len(found["operators"]) == len(set(found["operators"]))
 

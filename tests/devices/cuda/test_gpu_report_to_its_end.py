@@ -164,7 +164,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sums_in_order: None) -
         (profile, "ANSWER", 40),
         (profile, "STEPS", 1),
         (speeds, "REFILLS", 1),
-        (equality, "MODEL", str(model)),
+        (equality, "KINDS", {"dense": (MODEL, equality.WAYS)}),
         (equality, "ANSWER", 3),
         (equality, "NUM_REQUESTS", 2),
         (equality, "PROMPT", 5),
