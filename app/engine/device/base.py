@@ -126,6 +126,9 @@ class Backend(ABC):
     # Graphs are faster on this device. `capture` works on every device.
     captures = False
 
+    # Memory of graphs that no peak of a step shows, because the device's libraries take it from another allocator.
+    graph_bytes = 0
+
     # If not, a graph's attention reads lengths on the device: a step can be launched before the last is read.
     lengths_on_host = True
 
@@ -390,7 +393,8 @@ class Backend(ABC):
     @abstractmethod
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
         """Return the recorded launches of `run`, whose attention reads the planned `metas`, before the first replay.
-        `run` runs once before, for lazy initialisation. The tensors that it reads must keep their memory."""
+        `run` runs once before, for lazy initialisation. The tensors that it reads must keep their memory.
+        Raises GraphsRefusedError if no graph can hold this model's operators."""
 
     def explain(self, error: BaseException) -> str | None:
         """Return what an error code of this device in the message of `error` means, or None."""

@@ -1,5 +1,6 @@
 """From an EngineConfig to a warm EngineCore: plan, weights, memory, checks."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from app.engine.dflash.draft_pages import DraftPages, num_draft_pages
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.dflash.model import DFlashModel
 from app.engine.dflash.report import log_draft
-from app.engine.errors import UnsupportedError
+from app.engine.errors import GraphsRefusedError, UnsupportedError
 from app.engine.load.chunk_trial import chunks_are_right
 from app.engine.load.loader import CheckpointWeights, OpenWeights
 from app.engine.load.made_up_steps import made_up_texts, measure_costs, step_memory
@@ -45,6 +46,8 @@ from app.engine.step.graphs import StepGraphs
 from app.engine.step.inputs import Layout
 from app.engine.step.runner import ModelRunner, Tell
 from app.messages import Request
+
+logger = logging.getLogger(__name__)
 
 
 class Rank(NamedTuple):
@@ -131,7 +134,8 @@ def _load(
     states = make_states(plan, backend, comm)
     runner_over = partial(_runner, backend, comm, target, draft, states)
     step = 0 if backend.memory_is_host else step_memory(partial(runner_over, plan), backend, plan.sizes)
-    kv = comm.minimum(kv_bytes(plan, backend, states, step * (2 if plan.graph_sizes else 1)))
+    taken = 2 * step + backend.graph_bytes if plan.graph_sizes else step
+    kv = comm.minimum(kv_bytes(plan, backend, states, taken))
     plan = with_pages(plan, kv)
     return runner_over(plan, plan.num_pages, tell, partial(on_progress, "graphs")), plan
 
@@ -179,12 +183,18 @@ def _runner(
     pages = max(sizes.pages_per_sequence, sizes.scratch_pages)
     try:
         if on_graph and graph_sizes:
+            free = backend.memory()[0]
             graphs = StepGraphs(forward, layout, counts, pages=pages, on_graph=on_graph, comm=comm)
             captured = graphs.captured_sizes
             if captured.chunks and not separate_prefill:
                 chunks = chunks_are_right(graphs, layout, sizes, pools, backend, comm)
                 captured = replace(captured, chunks=chunks)
             layout = replace(layout, graphs=captured)
+            left = backend.memory()[0]
+            logger.info("graphs take %d MiB, and %d MiB are free on %s", free - left >> 20, left >> 20, backend.device)
+    except GraphsRefusedError as error:
+        logger.warning("steps run without graphs: %s", error)
+        graphs, layout = None, replace(layout, graphs=None, draws_in_graphs=False)
     except torch.OutOfMemoryError as error:
         raise UnsupportedError(
             "graphs do not fit next to weights and KV: give a smaller --kv-cache-memory or --memory-utilization, "

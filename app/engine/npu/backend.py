@@ -19,10 +19,10 @@ from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, De
 from app.engine.device.gated_delta import L2_EPS, commit_and_verify, commit_prompts
 from app.engine.device.moe import SWIGLU_ALPHA, ExpertWeights, MoeConfig, router_logits
 from app.engine.device.recurrent import GatedDeltaStep
-from app.engine.errors import UnsupportedError
+from app.engine.errors import GraphsRefusedError, UnsupportedError
 from app.engine.npu import rules
 from app.engine.npu.attention import AttentionPlan
-from app.engine.npu.error_codes import explain
+from app.engine.npu.error_codes import TILING, codes_in, explain
 from app.engine.npu.graph import Attended, NpuGraph
 from app.engine.quantised import ExpertWeight, PackedFp4, QuantisedWeight, Rows, Weight, plain
 
@@ -44,6 +44,7 @@ class NpuBackend(Backend):
     dtypes = (torch.bfloat16,)
     captures = True
     separate_prefill = False
+    graph_bytes = 1 << 29
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -251,17 +252,28 @@ class NpuBackend(Backend):
     commit_prompts = staticmethod(commit_prompts)
 
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> NpuGraph:
-        """Capture with the longest KV that the page tables have room for, because workspaces may depend on it (N42)."""
+        """Return `Backend.capture`, with the longest KV that the page tables have room for.
+
+        Raises GraphsRefusedError if tiling refuses attention with sinks, which eager code runs: by published tiling a
+        graph's workspace of the operator with sinks may have none.
+        """
         plans: list[dict[AttentionMask, AttentionPlan]] = [meta.plans for meta in metas]
         run()
         for meta in metas:
             longest = [meta.page_table.shape[1] * meta.page_size] * len(meta.host_seq_lens)
             meta.plans = {mask: replace(plan, host_seq_lens=longest) for mask, plan in meta.plans.items()}
         self._attended = attended = list[Attended]()
-        graph = NpuGraph(run, attended, self._graph_pool)
-        self._attended, self._graph_pool = None, graph.pool
-        for meta, planned in zip(metas, plans, strict=True):
-            meta.plans = planned
+        try:
+            graph = NpuGraph(run, attended, self._graph_pool)
+        except RuntimeError as error:
+            if TILING in codes_in(str(error)) and any(call.sinks for call in attended):
+                raise GraphsRefusedError(f"attention with sinks is refused in a graph: {error}") from error
+            raise
+        finally:
+            self._attended = None
+            for meta, planned in zip(metas, plans, strict=True):
+                meta.plans = planned
+        self._graph_pool = graph.pool
         return graph
 
     def explain(self, error: BaseException) -> str | None:

@@ -13,7 +13,7 @@ from app.engine.arrays import Ints, arrays
 from app.engine.comm.comm import ALONE, Comm
 from app.engine.device.base import Graph
 from app.engine.device.transfer import Packed
-from app.engine.errors import UnsupportedError, last_words
+from app.engine.errors import GraphsRefusedError, UnsupportedError, last_words
 from app.engine.sampling.metadata import GRAPH_KINDS, Kind, SamplingMetadata
 from app.engine.sampling.penalties import TokenCounts
 from app.engine.sampling.sampler import Draws, draws_on_device
@@ -202,10 +202,10 @@ class StepGraphs:
 
         A rank that cannot capture it must not go on, because the others would wait for its collectives. So the outcome
         is exchanged before the replay. An error of `run` itself ends all ranks, because others may wait in a collective
-        already. Raises UnsupportedError if there is no larger graph.
+        already. Raises UnsupportedError if there is no larger graph, and GraphsRefusedError if all ranks refuse it.
         """
         tensors = self._forward.on_device(inputs, captured=True)
-        has_run = False
+        has_run = refused = False
         graph = None
 
         def run_and_note() -> tuple[Tensor, ...]:
@@ -217,7 +217,8 @@ class StepGraphs:
         try:
             graph = self._forward.backend.capture(run_and_note, [tensors.metas[0]])
         except Exception as error:
-            if self._comm.size == 1 or not has_run:
+            refused = isinstance(error, GraphsRefusedError)
+            if not has_run or (self._comm.size == 1 and not refused):
                 raise
             self._forward.backend.annotate(error)
             logger.error("%s: the graph cannot be captured on rank %d: %s", what, self._comm.rank, last_words(error))
@@ -227,6 +228,8 @@ class StepGraphs:
             graphs[size] = graph, tensors
         elif graphs:
             logger.warning("%s: without its own graph, such a step is padded to a larger one", what)
+        elif self._comm.minimum(refused):
+            raise GraphsRefusedError(f"{what}: the device refuses this model's operators in graphs, as its log says")
         else:
             raise UnsupportedError(
                 f"{what}: this graph, which all ranks need, cannot be captured on all of them; the log of each says "

@@ -41,7 +41,7 @@ from app.engine.device.factory import make_backend
 from app.engine.device.moe import MoeConfig
 from app.engine.device.torch import TorchBackend
 from app.engine.dflash.model import DFlashModel
-from app.engine.errors import UnsupportedError
+from app.engine.errors import GraphsRefusedError, UnsupportedError
 from app.engine.load import engine as build
 from app.engine.load import loader
 from app.engine.load.engine import Engine, build_engine
@@ -814,6 +814,28 @@ def test_a_graph_that_no_larger_one_replaces_ends_all_ranks_with_a_sentence(luck
 
     with pytest.raises(UnsupportedError, match=f"{what} .* which all ranks need, .*--enforce-eager"):
         ranked(monkeypatch, lucky, failing, max_graphs=7)
+
+
+@pytest.mark.parametrize("refusing", [(0, 1), (1,)], ids=["all", "one"])
+def test_ranks_run_without_graphs_only_if_all_of_them_refuse(lucky, monkeypatch, caplog, refusing):
+    """A rank that goes on alone would make other collectives."""
+
+    class Refusing(RankedBackend):
+        def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
+            graph = super().capture(run, metas)
+            if self._rank in refusing:
+                raise GraphsRefusedError("attention with sinks is refused")
+            return graph
+
+    eager = ranked(monkeypatch, lucky, enforce_eager=True)[1]
+    monkeypatch.setattr(sys.modules[__name__], "RankedBackend", Refusing)
+    if refusing == (1,):
+        with pytest.raises(UnsupportedError, match="which all ranks need"):
+            ranked(monkeypatch, lucky)
+        return
+    ranks, texts = ranked(monkeypatch, lucky)
+    assert texts == eager and ranks.engine.core.runner.graphs is None
+    assert "steps run without graphs" in caplog.text
 
 
 def test_a_rank_that_fails_before_a_capture_ends_all(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
