@@ -20,6 +20,7 @@ from app.engine.checkpoint.shapes import GatedDeltaConfig
 from app.engine.device.base import AttentionMask, Backend, ProjectedRows
 from app.engine.device.comparison import (
     NUMBER_BYTES,
+    SPLIT_TOKENS,
     TOLERANCE,
     Inputs,
     Lens,
@@ -80,8 +81,8 @@ class Extent:
 
 SMALL = Extent(
     heads=((8, 2, 128),),
-    causal={"blocks of 16": [(16, 17), (16, 144)]},
-    both_ways={"blocks of 16": [(16, 17), (16, 144)]},
+    causal={"blocks of 16": [(16, 17), (16, 144)], "one long request": [(1, SPLIT_TOKENS)]},
+    both_ways={"blocks of 16": [(16, 17), (16, 144)], "one long request": [(1, SPLIT_TOKENS)]},
     hidden=256,
     intermediate=512,
     num_rows=(20,),

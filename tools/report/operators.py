@@ -27,12 +27,16 @@ GUMBEL_TOLERANCE = 1e-4
 VOCAB = 151936
 
 
-def about_pages(rows: Sequence[int], edges: Sequence[int], long: Sequence[int], chunk: int) -> dict[str, Any]:
-    """Return the loads of an Extent: lengths about the edges of pages, long ones, and chunks of prompts."""
+def about_pages(
+    rows: Sequence[int], edges: Sequence[int], long: Sequence[int], chunk: int, alone: Lens = ()
+) -> dict[str, Any]:
+    """Return the loads of an Extent: lengths about the edges of pages, long ones, single requests, and chunks of
+    prompts."""
     both_ways = {
         "about page edges": [(q, max(q, kv)) for kv in edges for q in rows],
         "long": [(q, kv) for kv in long for q in (1, rows[-1])],
     }
+    both_ways |= {f"alone, {q} rows of {kv} tokens": [(q, kv)] for q, kv in alone}
     prefill = [(chunk, chunk), (chunk - 1, chunk + 129), (1, 1)]
     return {"causal": both_ways | {"prefill": prefill}, "both_ways": both_ways}
 
@@ -63,7 +67,14 @@ def of_graphs(
 
 NPU = Extent(
     heads=((8, 8, 64), (8, 2, 64), (4, 2, 128), (8, 8, 128), (32, 8, 128), (64, 4, 128)),
-    **about_pages(range(1, 17), (16, 127, 128, 129, 255, 256, 257), (4095, 4096, 8193), 512),
+    # Few rows of a single long request have another kernel, which shares its tokens among the cores.
+    **about_pages(
+        range(1, 17),
+        (16, 127, 128, 129, 255, 256, 257),
+        (4095, 4096, 8193),
+        512,
+        alone=((1, 1500), (9, 4100), (16, 8193)),
+    ),
     tolerance=BF16,
 )
 CUDA = Extent(

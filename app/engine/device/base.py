@@ -129,6 +129,9 @@ class Backend(ABC):
     # Memory of graphs that no peak of a step shows, because the device's libraries take it from another allocator.
     graph_bytes = 0
 
+    # Attention has another kernel for few rows of a single long request, which shares its tokens among the cores.
+    splits_long_requests = False
+
     # If not, a graph's attention reads lengths on the device: a step can be launched before the last is read.
     lengths_on_host = True
 

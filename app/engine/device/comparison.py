@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from app.engine.errors import UnsupportedError
 TOLERANCE = 0.02
 """Largest error as a share of the largest value: bf16 rounding is far below it, a wrong mask far above."""
 NUMBER_BYTES = 2
+SPLIT_TOKENS = 1500
+"""Tokens of a single request that are enough for a device to share them among its cores, and no multiple of a page."""
 
 Prepared = Callable[[], Any]
 """Runs the operator on its inputs. Tensors of the result are compared, one or a tuple of them."""
@@ -170,12 +172,16 @@ def check_attention(backend: Backend, decoder: DecoderConfig, page_size: int, ro
     Raises UnsupportedError for another result: a draft under a causal mask would have right text and no speed.
     """
     masks = [AttentionMask(causal=True), AttentionMask(causal=False), *decoder.masks]
-    lens = [(rows, rows + 1), (rows, rows + page_size)]  # a window of a page hides tokens of every row of the second
-    for mask in dict.fromkeys(mask._replace(window=mask.window and min(mask.window, page_size)) for mask in masks):
+    masks = list(dict.fromkeys(mask._replace(window=mask.window and min(mask.window, page_size)) for mask in masks))
+    # A window of a page hides tokens of every row of the second.
+    loads: list[Lens] = [[(rows, rows + 1), (rows, rows + page_size)]]
+    if backend.splits_long_requests:
+        loads.append([(rows, SPLIT_TOKENS)])
+    for mask, lens in product(masks, loads):
         heads = decoder.num_heads, decoder.num_kv_heads, decoder.head_dim
         _, error, _ = difference(backend, Paged(lens, *heads, mask, page_size, decoder.sinks), dtype=dtype)
         if not error < TOLERANCE:
             raise UnsupportedError(
-                f"{backend.device}: {mask} attention over {rows} rows, head_dim "
+                f"{backend.device}: {mask} attention over {rows} rows of {max(lens)[1]} tokens, head_dim "
                 f"{decoder.head_dim}, pages of {page_size} is wrong here (error {error:.3f}): DFlash cannot run on it"
             )

@@ -45,6 +45,7 @@ class NpuBackend(Backend):
     captures = True
     separate_prefill = False
     graph_bytes = 1 << 29
+    splits_long_requests = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

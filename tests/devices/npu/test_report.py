@@ -33,7 +33,7 @@ from tools.report.sections import SECTIONS
 
 SMALL = Extent(
     heads=((4, 2, 64), (8, 2, 128)),
-    **report_operators.about_pages((1, 2, 16), (16, 127, 128, 129, 257), (513,), 40),
+    **report_operators.about_pages((1, 2, 16), (16, 127, 128, 129, 257), (513,), 40, alone=((1, 1500), (9, 1500))),
     tolerance=report_operators.BF16,
     hidden=256,
     intermediate=384,
