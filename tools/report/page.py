@@ -36,7 +36,9 @@ from these times, beside what vllm-ascend published for this load.""",
     "collectives": """
 Sums of rows of 4,096 over ranks with a device each, in the server's dtype, by the library that the server uses. A time
 is of one sum, launched eagerly or among 20 in a graph. `same_bits_alone` False means that a row's bits depend on rows
-beside it, so text depends on the batch within rounding. `added_in_order_of_ranks` True is the order that a CPU has.""",
+beside it, so text depends on the batch within rounding. `added_in_order_of_ranks` True is the order that a CPU has. On
+NPUs a graph of two ranks has a sum between two calls of attention: where its capture fails or its replay hangs, give
+another HCCL_OP_EXPANSION_MODE, or --enforce-eager.""",
     "equality": """
 RANDOM WEIGHTS: the tokens are meaningless. Texts from graphs, eager code and overlap. Tokens are alike before the
 first difference from the text of another way. The same steps run without capture must be the same, drawn tokens too.

@@ -1,4 +1,4 @@
-"""A rank of `tools.report.ranks` on the null device: `python -m tests.devices.npu.hccl_collectives DEVICE ...`."""
+"""A rank of `tools.report.ranks` on the null device: `python -m tests.devices.npu.hccl_collectives WHAT DEVICE ...`."""
 
 import os
 import sys
@@ -10,5 +10,5 @@ from tools.report import ranks, timing
 if __name__ == "__main__":
     collectives.ROWS, timing.CALLS = (1, 16), 2
     with Numerics():
-        code = collectives.main(sys.argv[1:], ranks.measure)
+        code = ranks.main(*sys.argv[1:])
     os._exit(code)

@@ -6,6 +6,7 @@ The process group is torch_npu's own, on stub libraries, and Gloo computes.
 import logging
 import os
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,8 +27,11 @@ from tests.costs import landing_ones
 from tests.devices.npu import demo
 from tests.devices.npu.hccl_ranks import PROGRAM
 from tests.exhaustive.rank_processes import Job, Result, run_on_ranks
+from tools.report import ranks as report_ranks
+from tools.report.part import Options, Part, answer
 
 MARGIN = 1e-4
+REPORT_RANK = (sys.executable, "-m", "tests.devices.npu.hccl_collectives")
 SIZES: dict[str, Any] = {"page_size": 128, "max_num_seqs": 4, "max_num_batched_tokens": 160, "max_model_len": 512}
 WAYS: dict[str, dict[str, Any]] = {"graphs": {"max_graphs": 3}, "eager": {"enforce_eager": True}}
 
@@ -85,12 +89,36 @@ def test_all_ranks_verify_alike_and_make_the_same_collectives(results):
 
 def test_a_report_adds_up_eagerly_and_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPU_STUB_DEVICES", "2")
-    command = (sys.executable, "-m", "tests.devices.npu.hccl_collectives")
+    command = (*REPORT_RANK, "sums")
     cases = collectives.measured("npu:0", 2, 240.0, command)
     assert [case["rows"] for case in cases] == [1, 16]
     for case in cases:
         assert all(case[kind] for kind in case if kind.startswith(("same_bits", "passed"))), case
         assert case["captured_us"] > 0
+
+
+def test_a_report_attends_beside_a_sum_in_a_graph_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_STUB_DEVICES", "2")
+    monkeypatch.setattr(report_ranks, "_too_few", lambda *_: None)  # this process sees one
+    found = answer(
+        Part("attention", partial(report_ranks.with_attention, Options("npu:0"), (*REPORT_RANK, "attention")))
+    )
+    assert found["status"] == "ok" and found["result"]["error_of_largest"] == 0.0, found
+    assert found["result"]["found"].startswith("With HCCL_OP_EXPANSION_MODE=AIV the result is right")
+
+
+def test_a_graph_that_the_ranks_cannot_capture_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("rank 1: RuntimeError: record event failed, runtime result = 507009")
+
+    monkeypatch.setattr(report_ranks, "_too_few", lambda *_: None)
+    monkeypatch.setattr(collectives, "measured", fail)
+    found = report_ranks.with_attention(Options("npu:0"))
+    assert not found["passed"] and "AIV it fails: rank 1" in found["found"]
+    assert found["found"].endswith("Give another HCCL_OP_EXPANSION_MODE, or serve with --enforce-eager.")
+    monkeypatch.setattr(collectives, "measured", lambda *_: [{"error_of_largest": 0.5, "passed": False}])
+    wrong = report_ranks.with_attention(Options("npu:0"))
+    assert not wrong["passed"] and "the result is WRONG: give another mode" in wrong["found"]
 
 
 def test_more_ranks_than_npus_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
