@@ -129,6 +129,7 @@ class CudaBackend(TorchBackend):
         assert not isinstance(weight, PackedFp4)
         return super().grouped(x, products.dense(weight), ends)
 
+    add_shared_expert = staticmethod(experts.add_shared_expert)
     commit_and_verify = staticmethod(gated_delta.commit_and_verify)
     commit_prompts = staticmethod(gated_delta_prompts.commit_prompts)
     gated_norm = staticmethod(rows.gated_norm)

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.cuda.launch import INTERPRETED, MAX_TILES, counters, dot_size, operand
+from app.engine.cuda.launch import INTERPRETED, MAX_TILES, counters, dot_size, items_per_program, operand
 from app.engine.cuda.products import depth_of, widened
 from app.engine.device.base import ExpertWeights
 from app.engine.device.moe import SWIGLU_ALPHA, MoeConfig, Routing
-from app.engine.quantised import Weight
+from app.engine.quantised import Rows, Weight, plain
 
 BLOCK_M = tl.constexpr(16)
 """Pairs of a tile: the least number of rows of Triton's matrix product."""
@@ -105,6 +105,16 @@ def multiply(
         num_stages=4,
     )
     return out
+
+
+def add_shared_expert(out: Tensor, shared: Tensor, x: Rows, gate: Tensor) -> Tensor:
+    """Return `Backend.add_shared_expert`. Its sums are in fp32."""
+    (num_rows, size), result = out.shape, torch.empty_like(out)
+    rows = items_per_program(num_rows, on_gpu=1)
+    add_shared[triton.cdiv(num_rows, rows),](
+        out, shared, plain(x).contiguous(), gate, result, num_rows, SIZE=size, ROWS=rows
+    )
+    return result
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -333,3 +343,17 @@ def product(x, weight, scales_ptr, scale, is_column):
     if scales_ptr is not None:
         sums *= tl.load(scales_ptr + scale, mask=is_column, other=0.0)[None, :]
     return sums
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def add_shared(out_ptr, shared_ptr, x_ptr, gate_ptr, result_ptr, num_rows, SIZE: tl.constexpr, ROWS: tl.constexpr):
+    """Add the outputs of the expert of all rows to those of ROWS rows' own experts."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, triton.next_power_of_2(SIZE))[None, :]
+    inside = (row < num_rows)[:, None] & (columns < SIZE)
+    offset = row.to(tl.int64)[:, None] * SIZE + columns
+    x = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.sum(x * tl.load(gate_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32), 1)
+    shared = tl.load(shared_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+    out = tl.load(out_ptr + offset, mask=inside, other=0.0).to(tl.float32) + shared / (1.0 + tl.exp(-gate))[:, None]
+    tl.store(result_ptr + offset, out.to(result_ptr.dtype.element_ty), mask=inside)

@@ -298,6 +298,10 @@ class Backend(ABC):
     def moe(self, x: Rows, weights: ExpertWeights, config: MoeConfig) -> Tensor:
         """Return the mixture of experts [T, H] of rows [T, H], as `moe.mixture`."""
 
+    def add_shared_expert(self, out: Tensor, shared: Tensor, x: Rows, gate: Tensor) -> Tensor:
+        """Return out + sigmoid(x gate^T) * shared [T, H] for the expert of all rows, whose gate [1, H] is packed."""
+        return out + torch.sigmoid(self.linear(x, gate)) * shared
+
     @abstractmethod
     def commit_and_verify(self, step: GatedDeltaStep) -> Tensor:
         """Commit accepted rows, and return outputs [R, Nv, Dv] fp32 of a step's rows: of padding any finite ones."""

@@ -37,7 +37,7 @@ class HybridLayer(DecoderLayer):
         if not self._has_shared_expert:
             return out
         shared = self._backend.gated_mlp(normed, self.shared_gate_up, self.shared_down)
-        return out + torch.sigmoid(self._backend.linear(normed, self.shared_gate)) * shared
+        return self._backend.add_shared_expert(out, shared, normed, self.shared_gate)
 
     def make_attention(self, layer: LayerSource) -> nn.Module:
         return (GatedDeltaNet if layer.index in layer.config.recurrent_layers else GatedAttention)(layer)

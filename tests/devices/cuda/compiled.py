@@ -243,6 +243,7 @@ def launch_experts() -> None:
             weights = ExpertWeights(router, gate_up, down, *((router_bias, *biases) if moe.has_bias else ()))
             for rows in (1, 16, 256):
                 experts.mixture(empty(rows, hidden, dtype=dtype), weights, moe)
+                experts.add_shared_expert(*(empty(n, hidden, dtype=dtype) for n in (rows, rows, rows, 1)))
 
 
 def resources(kernel: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ WEIGHT = 1
 """Number of the weight among the arguments of `product`."""
 KERNELS = (
     "attend combine norm gated convolved rope_and_write locate_rows embed accept advance route sort_pairs "
-    "expert_rows expert_rows4 mix recur solve scan gate_heads product dequantise"
+    "expert_rows expert_rows4 add_shared mix recur solve scan gate_heads product dequantise"
 ).split()
 
 

@@ -12,6 +12,7 @@ from app.engine.cuda import experts, products
 from app.engine.cuda.backend import CudaBackend
 from app.engine.device.base import ExpertWeights
 from app.engine.device.moe import MoeConfig, Routing, mixture, route, routed
+from app.engine.device.torch import TorchBackend
 from app.engine.quantised import QuantisedWeight
 from tests.costs import landing_ones
 from tests.fast.engine.quantised import E4M3
@@ -116,6 +117,17 @@ def test_a_launch_dequantises_every_number_of_every_expert(kind: torch.dtype, gr
         torch.testing.assert_close(found.double(), wanted, atol=0.0, rtol=2**-7)
         packed = replace(weight, scales=weight.scales.mT.contiguous().mT)
         assert torch.equal(products.dense(packed), found)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_the_expert_of_all_rows_is_added_by_one_launch(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    out, shared, x = (torch.randn(5, 70, generator=generator).to(dtype) for _ in range(3))
+    gate = torch.randn(1, 70, generator=generator).to(dtype)
+    found = CudaBackend(torch.device("cpu")).add_shared_expert(out, shared, x, gate)
+    wanted = TorchBackend(torch.device("cpu")).add_shared_expert(*(t.float() for t in (out, shared, x, gate)))
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), wanted, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
 def test_all_rows_may_have_the_same_experts() -> None:
