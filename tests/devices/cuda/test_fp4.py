@@ -18,14 +18,13 @@ from app.engine.cuda.backend import CudaBackend
 from app.engine.device.base import ExpertWeights
 from app.engine.device.moe import MoeConfig, mixture
 from app.engine.quantised import FP4_BLOCK, PackedFp4
-from tests.devices.cuda.engines import DENSE, GRAPHS, engine, requests, use_kernels
+from tests.devices.cuda.engines import DENSE, engine, requests, use_kernels
 from tests.fast.engine.lossless import run_engine
 from tests.fast.engine.pairs import GPT_OSS, Pair, make_pair
 
 torch.set_num_threads(1)
 BF16 = torch.bfloat16
 MOE = MoeConfig(6, 3, intermediate_size=40, norm_topk_prob=True, has_bias=True, swiglu_limit=0.5)
-HIDDEN = 72
 UNITS = torch.full((1, 16, 2), 127, dtype=torch.uint8)
 
 
@@ -115,23 +114,32 @@ def test_every_number_times_every_scale_that_is_taken_has_its_bits() -> None:
     assert bits_to_float(factors).tolist() == [2.0 ** (e - 1) for e in range(fp4.LARGEST_SCALE + 1)]
 
 
-@pytest.mark.parametrize("limit", [None, 0.5], ids=str)
-@pytest.mark.parametrize("rows", [1, 30, 40])
-def test_a_mixture_is_that_of_the_numbers(rows: int, limit: float | None) -> None:
-    """In tiles for few pairs and for many, with columns that end inside of a block, or begin there in a rank."""
-    moe, noise = replace(MOE, swiglu_limit=limit), torch.Generator().manual_seed(rows)
-    inner = moe.intermediate_size
-    x = torch.randn(rows, HIDDEN, generator=noise).to(BF16)
-    router, *biases = (
-        torch.randn(*shape, generator=noise) for shape in ((6, HIDDEN), (6,), (6, 2 * inner), (6, HIDDEN))
-    )
-    for skipped in (0, 8, 31):
-        packed = experts_of(2 * inner, HIDDEN), experts_of(HIDDEN, inner, skipped)
+def check_mixture(rows: int, hidden: int, moe: MoeConfig, *skipped: int) -> None:
+    noise, inner = torch.Generator().manual_seed(rows), moe.intermediate_size
+    x = torch.randn(rows, hidden, generator=noise).to(BF16)
+    shapes = (6, hidden), (6,), (6, 2 * inner), (6, hidden)
+    router, *biases = (torch.randn(*shape, generator=noise) for shape in shapes)
+    for first in skipped:
+        packed = experts_of(2 * inner, hidden), experts_of(hidden, inner, first)
         dense = (replace(weight, dtype=torch.float32).dequantised() for weight in packed)
         found = CudaBackend(torch.device("cpu")).moe(x, ExpertWeights(router, *packed, *biases), moe)
         wanted = mixture(x.float(), ExpertWeights(router, *dense, *biases), moe)
         assert found.dtype == BF16 and found.isfinite().all()
         torch.testing.assert_close(found.float(), wanted, atol=3e-2 * float(wanted.abs().max()), rtol=3e-2)
+
+
+@pytest.mark.parametrize("limit", [None, 0.5], ids=str)
+@pytest.mark.parametrize("rows", [1, 30, 40])
+def test_a_mixture_is_that_of_the_numbers(rows: int, limit: float | None) -> None:
+    """In tiles for few pairs and for many, with columns that end inside of a block, or begin there in a rank."""
+    check_mixture(rows, 72, replace(MOE, swiglu_limit=limit), 0, 8, 31)
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+def test_so_it_is_in_the_tiles_of_a_gpu(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """A program takes several tiles of K, the last of which is not whole, and scales of the next one."""
+    monkeypatch.setattr(fp4, "INTERPRETED", False)
+    check_mixture(rows, 296, replace(MOE, num_experts_per_tok=3, intermediate_size=152), 0, 16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -163,11 +171,11 @@ def test_drafts_change_no_token_of_a_target_whose_experts_stay_packed(
     """Prompts too are read without a dequantised copy."""
     use_kernels(monkeypatch)
     pair = packed_pair(tmp_path)
-    plain, drafting = engine(pair, draft=False, dtype="bfloat16"), engine(pair, dtype="bfloat16", **GRAPHS)
+    plain, drafting = engine(pair, draft=False, dtype="bfloat16"), engine(pair, dtype="bfloat16")
     for layer in drafting.core.runner.forward.target.layers:
         assert {type(weight) for weight in (layer.mixture[1].gate_up, layer.mixture[1].down)} == {PackedFp4}
     monkeypatch.setattr(PackedFp4, "dequantised", None)
-    asked = requests(count=1, max_tokens=6)
+    asked = requests(count=1, max_tokens=4)
     off, on = run_engine(plain, asked), run_engine(drafting, asked)
     assert on.texts == off.texts and on.verify_steps > 0 and on.acceptance_length > 1.2
 
