@@ -38,7 +38,14 @@ if TYPE_CHECKING:
 PAGE = 128
 FULL = 3e4
 """Value of slots past a request's tokens, which would show in a result."""
-RELIED_ON = ("combination", "partly filled pages", "a chunk in a graph", "updates of a graph", "captures")
+RELIED_ON = (
+    "combination",
+    "partly filled pages",
+    "a chunk in a graph",
+    "replays in a row",
+    "updates of a graph",
+    "captures",
+)
 """Points where the server relies on the answer; the others are about calls that it does not make."""
 UPDATE_US = 184
 """Microseconds of an update on a 910B3 (vllm-ascend's issue 13058)."""
@@ -227,6 +234,57 @@ def chunk_in_graph(backend: Backend, sizes: QuestionSizes) -> Result:
     return _right("A chunk is taken, and", errors)
 
 
+@point("sinks in a graph", "attention with sinks, D 64, from a graph that was captured with other lengths")
+def sinks_in_graph(backend: Backend, sizes: QuestionSizes) -> Result:
+    """Replay attention of gpt-oss from a graph. Where it is refused, the server runs such a model without graphs."""
+    paged = replace(sizes.paged([(16, 300), (1, 1500)], dim=64), sinks=True)
+
+    def replayed(at: Inputs) -> Prepared:
+        call = paged(at)
+        graph = backend.capture(lambda: (call(),), [call.meta])
+
+        def replay() -> torch.Tensor:
+            graph.try_replay()
+            return graph.outputs[0]
+
+        return replay
+
+    error = difference(backend, replayed, past=FULL, dtype=torch.bfloat16, against=paged)[1]
+    return _right("Sinks are taken, and", [error])
+
+
+@point("replays in a row", "replays of a graph with new lengths each time, without a read of the host in between")
+def replays_in_a_row(backend: Backend, sizes: QuestionSizes) -> Result:
+    """Replay layers of attention as a rank does that reads no step, and compare all results with eager code. An update
+    that overtakes the replay before gives one replay the lengths of the next."""
+    call = sizes.load(backend)
+    mask, meta, longest = call.mask, call.meta, sizes.kv
+
+    def layers() -> tuple[torch.Tensor, ...]:
+        q = call.q
+        for _ in range(sizes.calls):
+            q = replace(call, q=q)()
+        return (q,)
+
+    def plan(turn: int) -> None:
+        kv_lens = [max(16, (longest - 37 * turn - 11 * i) % longest) for i in range(sizes.requests)]
+        planned = replace(meta, host_seq_lens=kv_lens)
+        meta.plans = {mask: backend.plan_attention(planned, mask, sizes.heads // sizes.kv_heads)}
+
+    graph = backend.capture(layers, [meta])
+    replayed = []
+    for turn in range(sizes.repeats):
+        plan(turn)
+        graph.replay()
+        replayed.append(graph.outputs[0].clone())
+    errors = []
+    for turn, found in enumerate(replayed):
+        plan(turn)
+        (wanted,) = layers()
+        errors.append(float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max()))
+    return _right(f"In {sizes.repeats} replays in a row", errors)
+
+
 def attention_of_heads(call: Attention, kv: LayerKv) -> torch.Tensor:
     """The backend's attention with K and V as [pages, kv_heads, page_size, D], which is said to be the faster order."""
     q_thd, meta, plan = call.q, call.meta, planned(call)
@@ -325,6 +383,7 @@ def captures(backend: Backend, sizes: QuestionSizes) -> Result:
     graph_sizes = GraphSizes(targets, [(n, width) for n in counts for width in (8, 16)], block_size=16, spare=1)
     captured: list[int] = []
     end: Result = {}
+    before, allocated = backend.memory()[0], torch_npu.npu.memory_allocated()
     try:
         StepGraphs(
             core.runner.forward,
@@ -337,8 +396,19 @@ def captures(backend: Backend, sizes: QuestionSizes) -> Result:
         end = {"error": describe(error)}
     count, wanted = len(captured), 5 * seqs
     then = f"; the next one failed: {end['error']['says']}" if end else ""
-    found = f"{count} of {wanted} graphs were captured{then}."
-    return {"found": found, "captured": count, "wanted": wanted, "passed": count >= min(wanted, DEFAULT_GRAPHS)} | end
+    taken = {"device": before - backend.memory()[0], "allocator": torch_npu.npu.memory_allocated() - allocated}
+    mib = {name: size >> 20 for name, size in taken.items()}
+    found = (
+        f"{count} of {wanted} graphs were captured{then}. They took {mib['device']} MiB of the device, and by torch's "
+        f"count {mib['allocator']} MiB; {backend.graph_bytes >> 20} MiB are kept for what it does not count."
+    )
+    return {
+        "found": found,
+        "captured": count,
+        "wanted": wanted,
+        "mib": mib,
+        "passed": count >= min(wanted, DEFAULT_GRAPHS),
+    } | end
 
 
 def _judged(begin: str, backend: Backend, operators: Sequence[Operator], dtype: torch.dtype = torch.bfloat16) -> Result:

@@ -133,6 +133,8 @@ def point(name: str, backend: Backend) -> Result:
         ("partly filled pages", "the result is right"),
         ("more than 16 rows", "the result is right"),
         ("a chunk in a graph", "A chunk is taken, and the result is right"),
+        ("sinks in a graph", "Sinks are taken, and the result is right"),
+        ("replays in a row", "In 2 replays in a row the result is right"),
         ("order of heads", "The order by heads is taken, and the result is right"),
         ("updates of a graph", "3 updates take the host"),
         ("captures", "5 of 5 graphs were captured."),
