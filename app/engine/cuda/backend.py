@@ -1,6 +1,6 @@
 """Backend on CUDA GPUs: kernels in Triton and cuBLAS, and graphs. docs/cuda.md describes each kernel."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.comm.comm import Comm, Meeting
 from app.engine.comm.device import DeviceComm
-from app.engine.cuda import experts, fp4, gated_delta, gated_delta_prompts, integers, products, rows
+from app.engine.cuda import eight_bits, experts, fp4, gated_delta, gated_delta_prompts, integers, products, rows
 from app.engine.cuda.attention import TILE_ROWS, Geometry, Heads, geometry, paged_attention
 from app.engine.device import accelerator
 from app.engine.device.base import AttentionMask, AttentionMetadata, Defaults, Graph, LayerKv
@@ -26,9 +26,6 @@ HOPPER = (9, 0)
 HEAD_DIMS = (16, 32, 64, 128, 256)
 FEW_ROWS = 16
 """Average rows of an expert up to which our kernel is used: the rows of its tile, so each weight is read about once."""
-MANY_ROWS = 256
-"""Rows up to which our kernel multiplies by a quantised weight; above, cuBLAS by numbers that a launch dequantised
-(docs/results/h200/quantised-products.txt)."""
 
 
 class CudaBackend(TorchBackend):
@@ -48,6 +45,7 @@ class CudaBackend(TorchBackend):
             self.defaults = Defaults(dtype=torch.bfloat16, page_size=16, max_num_seqs=256, max_blocks=64)
         # On a CPU the backend answers like an H200.
         self.capability = torch.cuda.get_device_capability(device) if self.on_gpu else (9, 0)
+        self.has_scaled_mm = self.on_gpu and self.capability == HOPPER and eight_bits.has_scaled_mm()
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if self.on_gpu else 4
         self._graph_pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
         # PyTorch's default stream for captures is shared, and the end of another engine's graph frees the cuBLAS
@@ -90,28 +88,46 @@ class CudaBackend(TorchBackend):
         return rows.add_rms_norm(x, None, weight, eps)[0]
 
     def multiplies(self, weight: QuantisedWeight | PackedFp4) -> bool:
-        """Return True for what `products` and `fp4` multiply by, on Hopper and later, whose instructions they have."""
-        kernels = fp4 if isinstance(weight, PackedFp4) else products
+        """Return True for what `eight_bits` and `fp4` multiply by, from Hopper on, whose instructions they have."""
+        kernels = fp4 if isinstance(weight, PackedFp4) else eight_bits
         return kernels.multiplies(weight) and self.capability >= HOPPER
 
     def pack_quantised(self, weight: QuantisedWeight) -> QuantisedWeight:
-        """Return the weight with scales of neighbouring rows side by side."""
-        return replace(weight, scales=weight.scales.mT.contiguous().mT)
+        """Return the weight with a scale for each 128 numbers, and those of neighbouring rows side by side."""
+        scales = weight.scales.repeat_interleave(weight.group // eight_bits.GROUP.value, -1)
+        return replace(weight, scales=scales.mT.contiguous().mT)
+
+    def norm_for(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, readers: Sequence[Weight]
+    ) -> tuple[Rows, Tensor]:
+        """Return `Backend.norm_for`, in 8 bits of the first quantised reader's kind. Others take plain rows."""
+        kinds = [reader.data.dtype if isinstance(reader, QuantisedWeight) else None for reader in readers]
+        if (kind := next(filter(None, kinds), None)) is None:
+            return super().norm_for(x, residual, weight, eps, readers)
+        return rows.norm_in_8_bits(x, residual, weight, eps, kind, keep_plain=set(kinds) != {kind})
 
     def linear(self, x: Rows, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        """Return `Backend.linear`: of few rows by our product where that is faster, else by cuBLAS. With many rows a
-        quantised weight is dequantised for cuBLAS."""
+        """Return `Backend.linear`: of few rows by our product where that is faster, else by cuBLAS. With a quantised
+        weight rows are in 8 bits too, however many."""
+        if isinstance(weight, QuantisedWeight):
+            return self._linear_8_bits(x, weight, bias)
         x = plain(x)
-        if isinstance(weight, Tensor):
-            if self.capability == HOPPER and (launch := products.few_rows(weight, len(x), self.multiprocessors)):
-                return products.linear(x, weight, bias, self.multiprocessors, launch)
-            return F.linear(x, weight, bias)
-        if len(x) > MANY_ROWS:
-            return super().linear(x, products.dense(weight), bias)
-        return products.linear(x, weight, bias, self.multiprocessors, fixed=False)
+        if self.capability == HOPPER and (launch := products.few_rows(weight, len(x), self.multiprocessors)):
+            return products.linear(x, weight, bias, self.multiprocessors, launch)
+        return F.linear(x, weight, bias)
+
+    def _linear_8_bits(self, x: Rows, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
+        kind = weight.data.dtype
+        if isinstance(x, Tensor) or x.data.dtype != kind:
+            x = eight_bits.quantised(plain(x), kind)
+        by_cublas = self.has_scaled_mm and not self.batch_invariant
+        if by_cublas and eight_bits.scaled_mm_is_faster(weight, len(x.data), self.multiprocessors):
+            return eight_bits.scaled_mm(x, weight, bias)
+        return eight_bits.linear(x, weight, bias, self.multiprocessors, fixed=self.batch_invariant)
 
     def gated_mlp(self, x: Rows, gate_up: Weight, down: Weight) -> Tensor:
-        return self.linear(rows.silu_mul(self.linear(x, gate_up)), down)
+        kind = down.data.dtype if isinstance(down, QuantisedWeight) else None
+        return self.linear(rows.silu_mul(self.linear(x, gate_up), kind), down)
 
     def moe(self, x: Rows, weights: ExpertWeights, config: MoeConfig) -> Tensor:
         """Return `Backend.moe`. PyTorch's grouped product takes only bfloat16, and serves many rows of an expert."""
@@ -185,6 +201,8 @@ class InvariantCudaBackend(CudaBackend):
         return weight
 
     def linear(self, x: Rows, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, QuantisedWeight):
+            return self._linear_8_bits(x, weight, bias)
         return products.linear(plain(x), weight, bias, self.multiprocessors)
 
 

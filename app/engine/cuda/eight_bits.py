@@ -8,6 +8,7 @@ sums. A tile of W has 64 rows or more, which fill the tensor core's wide side.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -94,6 +95,35 @@ def linear(
     return out
 
 
+def has_scaled_mm() -> bool:
+    """Return True if this PyTorch has `scaled_mm`, and a cuBLAS that takes a scale for each 128 numbers."""
+    version = tuple(map(int, (torch.version.cuda or "0").split(".")))
+    return hasattr(F, "scaled_mm") and version >= (12, 9)
+
+
+def scaled_mm_is_faster(weight: QuantisedWeight, num_rows: int, multiprocessors: int) -> bool:
+    """Return True if `scaled_mm` takes this weight, and is faster than `linear` (docs/cuda.md).
+
+    It leaves multiprocessors idle where a row of tiles has work for a quarter to a half of them. There `linear` with
+    splits of K is taken from 128 rows on, while these have work for all.
+    """
+    in_bf16_by_e4m3 = (weight.dtype, weight.data.dtype) == (torch.bfloat16, torch.float8_e4m3fn)
+    if num_rows <= FEW_ROWS or not in_bf16_by_e4m3 or len(weight.data) % 16:
+        return False
+    of_row = triton.cdiv(len(weight.data), 128)
+    tiles = of_row * triton.cdiv(num_rows, 128)
+    return num_rows < 128 or 4 * of_row <= multiprocessors or 3 * tiles > 2 * multiprocessors
+
+
+def scaled_mm(x: QuantisedRows, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
+    """Return `linear` by cuBLAS. Rows are filled up to a whole four by what lies behind them."""
+    num_rows, in_features = x.data.shape
+    rows = x.data.as_strided((x.scales.shape[1], in_features), (in_features, 1))
+    by_128 = F.ScalingType.BlockWise1x128
+    scales = x.scales.t(), by_128, weight.scales, by_128
+    return F.scaled_mm(rows, weight.data.t(), *scales, bias=bias, output_dtype=weight.dtype)[:num_rows]
+
+
 def quantised(x: Tensor, kind: torch.dtype) -> QuantisedRows:
     """Return rows [T, K] in 8 bits of `kind`, with scales as `empty_rows` makes them, by one launch."""
     out, (num_rows, size) = empty_rows(x, kind), x.shape
@@ -113,7 +143,7 @@ def empty_rows(like: Tensor, kind: torch.dtype) -> QuantisedRows:
     return QuantisedRows(data, torch.empty(size // GROUP.value, padded, dtype=torch.float32, device=like.device))
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "scale_stride"])
 def quantise(x_ptr, out_ptr, scale_ptr, num_rows, scale_stride, size, ROWS: tl.constexpr, GROUPS: tl.constexpr):
     """Quantise GROUPS groups of ROWS rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -158,7 +188,7 @@ def e4m3_number(x):
     return tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, normal)
 
 
-@triton.jit(do_not_specialize=["num_rows", "splits"])
+@triton.jit(do_not_specialize=["num_rows", "x_stride", "splits"])
 def product8(
     x_ptr,
     x_scales_ptr,

@@ -4,14 +4,17 @@ Sums are in fp32, and a result is rounded once. A *vector* is the unit of a redu
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from app.engine.cuda.eight_bits import empty_rows, store_in_8_bits
 from app.engine.cuda.launch import items_per_program
 from app.engine.device.base import ProjectedRows
+from app.engine.quantised import QuantisedRows, Rows
 
 VECTORS_PER_PROGRAM = 8
 SILU_BLOCK = tl.constexpr(1024)
@@ -22,15 +25,33 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
 
     Without a residual both results are the norm of x.
     """
-    out, size = torch.empty_like(x, memory_format=torch.contiguous_format), x.shape[-1]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     total = out if residual is None else torch.empty_like(out)
+    _norm(x, residual, weight, eps, total, out)
+    return out, total
+
+
+def norm_in_8_bits(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kind: torch.dtype, *, keep_plain: bool
+) -> tuple[QuantisedRows, Tensor]:
+    """Return (RMSNorm of x + residual [T, H] in 8 bits of `kind`, x + residual). The norm is rounded to the engine's
+    dtype first, so that rows are the same whether one launch makes them or two."""
+    plain = torch.empty_like(x) if keep_plain else None
+    total = x if residual is None else torch.empty_like(x)
+    out = replace(empty_rows(x, kind), plain=plain)
+    _norm(x, residual, weight, eps, total, out)
+    return out, total
+
+
+def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, total: Tensor, out: Rows) -> None:
+    size = x.shape[-1]
     num_vectors, block = x.numel() // size, triton.next_power_of_2(size)
     vectors = items_per_program(num_vectors, on_gpu=1)
     norm[triton.cdiv(num_vectors, vectors),](
         x.contiguous(),
         None if residual is None else residual.contiguous(),
         weight,
-        out,
+        *_memory(out),
         total,
         num_vectors,
         eps,
@@ -38,22 +59,31 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
         VECTORS=vectors,
         num_warps=min(16, max(1, block // 512)),
     )
-    return out, total
 
 
-@triton.jit(do_not_specialize=["num_vectors"])
+def _memory(rows: Rows) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
+    """Return where rows go: as they are, and in 8 bits with their scales, and the stride of these between groups."""
+    if isinstance(rows, Tensor):
+        return rows, None, None, 0
+    return rows.plain, rows.data, rows.scales, rows.scales.stride(0)
+
+
+@triton.jit(do_not_specialize=["num_vectors", "scale_stride"])
 def norm(
     x_ptr,
     residual_ptr,
     weight_ptr,
     out_ptr,
+    bits_ptr,
+    scale_ptr,
+    scale_stride,
     total_ptr,
     num_vectors,
     eps,
     SIZE: tl.constexpr,
     VECTORS: tl.constexpr,
 ):
-    """Normalise VECTORS vectors of SIZE numbers."""
+    """Normalise VECTORS vectors of SIZE numbers, and store them as they are, in 8 bits, or both."""
     vector = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)
     columns = tl.arange(0, triton.next_power_of_2(SIZE))[None, :]
     inside = (vector < num_vectors)[:, None] & (columns < SIZE)
@@ -65,8 +95,11 @@ def norm(
         tl.store(total_ptr + offset, total, mask=inside)
         x = total.to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
-    x = x * tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)[:, None] * weight
-    tl.store(out_ptr + offset, x.to(out_ptr.dtype.element_ty), mask=inside)
+    x = (x * tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)[:, None] * weight).to(x_ptr.dtype.element_ty)
+    if out_ptr is not None:
+        tl.store(out_ptr + offset, x, mask=inside)
+    if bits_ptr is not None:
+        store_in_8_bits(x.to(tl.float32), vector, 0, bits_ptr, scale_ptr, num_vectors, scale_stride, SIZE)
 
 
 def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -156,27 +189,31 @@ def convolved(
     tl.store(out_ptr + row * SIZE + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up `[T, I]` of `[T, 2I]`, gate first."""
+def silu_mul(gate_up: Tensor, kind: torch.dtype | None = None) -> Rows:
+    """Return silu(gate) * up `[T, I]` of `[T, 2I]`, gate first, in 8 bits of `kind` unless it is None."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(num_rows, size)
+    out = empty_rows(gate_up[:, :size], kind) if kind else gate_up.new_empty(num_rows, size)
     rows = items_per_program(num_rows, on_gpu=1)
     grid = triton.cdiv(num_rows, rows), triton.cdiv(size, SILU_BLOCK.value)
-    gated[grid](gate_up.contiguous(), out, num_rows, SIZE=size, ROWS=rows)
+    gated[grid](gate_up.contiguous(), *_memory(out), num_rows, SIZE=size, ROWS=rows)
     return out
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def gated(x_ptr, out_ptr, num_rows, SIZE: tl.constexpr, ROWS: tl.constexpr):
-    """Compute SILU_BLOCK columns of ROWS rows."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(1) * SILU_BLOCK + tl.arange(0, SILU_BLOCK)[None, :]
-    inside = (row < num_rows)[:, None] & (columns < SIZE)
-    row = row.to(tl.int64)[:, None]
+@triton.jit(do_not_specialize=["num_rows", "scale_stride"])
+def gated(x_ptr, out_ptr, bits_ptr, scale_ptr, scale_stride, num_rows, SIZE: tl.constexpr, ROWS: tl.constexpr):
+    """Compute SILU_BLOCK columns of ROWS rows, as they are or in 8 bits."""
+    index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(1) * SILU_BLOCK
+    columns = first + tl.arange(0, SILU_BLOCK)[None, :]
+    inside = (index < num_rows)[:, None] & (columns < SIZE)
+    row = index.to(tl.int64)[:, None]
     gate = tl.load(x_ptr + row * (2 * SIZE) + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * (2 * SIZE) + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
-    out = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out_ptr + row * SIZE + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
+    out = (gate / (1.0 + tl.exp(-gate)) * up).to(x_ptr.dtype.element_ty)
+    if bits_ptr is None:
+        tl.store(out_ptr + row * SIZE + columns, out, mask=inside)
+    else:
+        store_in_8_bits(out.to(tl.float32), index, first, bits_ptr, scale_ptr, num_rows, scale_stride, SIZE)
 
 
 def qkv_into_kv(rows: ProjectedRows) -> Tensor:

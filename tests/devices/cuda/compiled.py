@@ -140,15 +140,26 @@ def launch_fixed_products() -> None:
             products.linear(empty(rows, 4096, dtype=dtype), weight, some, 132)
 
 
-def launch_quantised_products(backend: CudaBackend, config: dict[str, Any]) -> None:
-    """Products by weights in blocks of 128 and with a scale a row, for few rows and for many, in parts, not and by
-    cuBLAS."""
+def launch_products_in_8_bits(backend: CudaBackend, config: dict[str, Any]) -> None:
+    """Products by weights in blocks of 128 and with a scale a row, for few rows and for many, whole and in splits, and
+    with fixed tiles; and what quantises rows for them."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    for kind, group in ((torch.float8_e4m3fn, 128), (torch.int8, hidden)):
-        for rows, out in product((1, 16, 32, 192, 256, 257), (2 * inner, hidden)):
-            scales = empty(out, hidden // group, dtype=torch.float32)
-            weight = QuantisedWeight(empty(out, hidden, dtype=kind), scales, torch.bfloat16)
-            backend.linear(empty(rows, hidden), backend.pack_quantised(weight))
+    fixed = InvariantCudaBackend(torch.device("cpu"))
+    fixed.multiprocessors = backend.multiprocessors
+    for kind, in_blocks in ((torch.float8_e4m3fn, True), (torch.int8, False)):
+        weights = []
+        for out, size in ((2 * inner, hidden), (hidden, inner)):
+            scales = empty(out, size // 128 if in_blocks else 1, dtype=torch.float32)
+            weight = QuantisedWeight(empty(out, size, dtype=kind), scales, torch.bfloat16)
+            weights.append(backend.pack_quantised(weight))
+        for rows in (1, 16, 32, 63, 128, 512):
+            for weight in weights:
+                backend.linear(empty(rows, weight.data.shape[1]), weight)
+                fixed.linear(empty(rows, weight.data.shape[1]), weight)
+            x, norm = empty(rows, hidden), empty(hidden)
+            for residual, readers in product((None, x), (weights[:1], [weights[0], norm])):
+                backend.norm_for(x, residual, norm, 1e-6, readers)
+            backend.gated_mlp(x, *weights)
 
 
 def launch_quantised_experts(backend: CudaBackend) -> None:
@@ -264,19 +275,36 @@ def resources(kernel: Any) -> dict[str, Any]:
     }
 
 
+def multiplying_loop(kernel: Any) -> list[str]:
+    """The instructions of the shortest loop of the compiled kernel that multiplies tiles, or none."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        done = subprocess.run([CUOBJDUMP, "-sass", file.name], capture_output=True, text=True, check=True)
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/ +(?:@!?U?P\w+ )?([\w.]+) ?(.*?);", done.stdout)
+    loops = []
+    for at, name, operands in lines:
+        target = re.search(r"0x([0-9a-f]+)$", operands.strip()) if name.startswith("BRA") else None
+        if target and int(target[1], 16) < int(at, 16):
+            body = [one.split(".")[0] for place, one, _ in lines if int(target[1], 16) <= int(place, 16) <= int(at, 16)]
+            loops += [body] if any("GMMA" in one for one in body) else []
+    return min(loops, key=len, default=[])
+
+
 def report(models: list[str]) -> Iterator[dict[str, Any]]:
     compiled, backend = compile_only(), CudaBackend(torch.device("cpu"))
     backend.multiprocessors = 132
     seen = set()
-    for model in ["few rows", *models, "others", "sinks", "fixed", "quantised", "packed", "wide"]:
+    for model in ["few rows", *models, "others", "sinks", "fixed", "eight bits", "quantised", "packed", "wide"]:
         if model in TARGETS:
             launch_all(TARGETS[model], backend)
         elif model == "sinks":
             launch_attention(backend, SINKS, sinks=True)
         elif model == "wide":
             launch_gated_delta(backend, narrow=False)
+        elif model == "eight bits":
+            launch_products_in_8_bits(backend, TARGETS["qwen3-8b"])
         elif model == "quantised":
-            launch_quantised_products(backend, TARGETS["qwen3-8b"])
             launch_quantised_experts(backend)
         elif model == "few rows":
             launch_products_of_few_rows(backend)
@@ -293,7 +321,8 @@ def report(models: list[str]) -> Iterator[dict[str, Any]]:
             kernel = compiled.pop()
             if kernel.hash not in seen:
                 seen.add(kernel.hash)
-                yield {"model": model} | resources(kernel)
+                loop = {"loop": multiplying_loop(kernel)} if model == "eight bits" else {}
+                yield {"model": model} | resources(kernel) | loop
 
 
 if __name__ == "__main__":

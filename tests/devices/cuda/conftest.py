@@ -18,7 +18,6 @@ if HAS_TRITON:
     for name in (
         "triton.experimental.gluon",  # the interpreter loads it when it runs
         "app.engine.cuda.backend",
-        "app.engine.cuda.eight_bits",
     ):
         importlib.import_module(name)
     launch = importlib.import_module("app.engine.cuda.launch")

@@ -11,6 +11,7 @@ import contextlib
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -46,11 +47,12 @@ from tests.fast.engine.dialects import as_dflash2, in_deepspec_layout_with, rewr
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.pairs import Pair, make_pair
+from tests.fast.engine.quantised import quantise
 
 LAYERS, DRAFT_LAYERS, BLOCK, MULTIPROCESSORS = 36, 5, 16, 132
 SHAPE: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 16, "block_size": BLOCK}
 SHAPE |= {"vocab_size": 128, "dtype": torch.bfloat16, "taps": (1, 9, 17, 25, 33)}
-LAYER = ("norm", "mm", "rope_and_write", "attend", "combine", "gated")
+LAYER = ("norm", "mm", "quantise", "product8", "rope_and_write", "attend", "combine", "gated")
 """Kernels and operators of a layer."""
 WITHOUT_LAUNCH = ("empty", "new_empty", "_unsafe_view", "_reshape_alias", "detach", "alias", "lift_fresh")
 HEAD = f"| a step, {LAYERS} + {DRAFT_LAYERS} layers | launches | of the draft | a layer of the target | around layers |"
@@ -231,6 +233,15 @@ def rows(folder: Path, num_seqs: int, step: str) -> tuple[str, Counter[str]]:
         around.total(),
     ]
     return f"| {step} at {num_seqs} | " + " | ".join(map(str, cells)) + " |", around
+
+
+def layer_in_8_bits(folder: Path) -> Counter[str]:
+    """Return the launches of a layer of a plain step at 1 whose weights are in 8 bits."""
+    sizes = SHAPE | {"taps": (0,), "hidden_size": 128, "intermediate_size": 128}
+    pair = make_pair(folder, num_layers=2, draft_layers=1, **sizes)
+    pair = replace(pair, target=quantise(pair.target, folder, "fp8 by row")[0])
+    target = of_graphs(pair, 1, draft=False)["target", 1, 1]
+    return Counter({name: target[name] // 2 for name in LAYER if target[name] > 1})
 
 
 def draw_rows(folder: Path) -> list[str]:

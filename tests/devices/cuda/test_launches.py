@@ -13,6 +13,7 @@ from tests.devices.cuda.launches import (
     STEPS,
     calls_of_steps,
     draw_rows,
+    layer_in_8_bits,
     recurrent_rows,
     rows,
 )
@@ -27,6 +28,13 @@ def test_the_table_of_launches_is_what_captures_launch(tmp_path: Path, num_seqs:
     line, _ = rows(tmp_path, num_seqs, step)
     page = DOCS.read_text(encoding="utf-8")
     assert f"\n{HEAD}\n" in page and f"|\n{line}\n" in page, f"put this into docs/cuda.md:\n{line}"
+
+
+def test_only_what_attention_returns_is_quantised_by_a_launch_of_its_own(tmp_path: Path) -> None:
+    layer = layer_in_8_bits(tmp_path)
+    assert layer["quantise"] == 1 and layer["product8"] == 4 and layer["norm"] == 2 and not layer["mm"]
+    page = DOCS.read_text(encoding="utf-8")
+    assert f"a layer in 8 bits {layer.total()}," in page, f"put {layer.total()} into docs/cuda.md"
 
 
 def test_the_table_of_draws_is_what_captures_launch(tmp_path: Path) -> None:

@@ -1,17 +1,19 @@
-"""Products by quantised weights are those of their dequantised numbers, and drafts change no token of such a target."""
+"""Rows meet quantised weights in 8 bits, by launches of the norm before them, and drafts change no token of a target
+that has such weights."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.cuda import backend as cuda
-from app.engine.cuda import products
+from app.engine.cuda import eight_bits, rows
 from app.engine.cuda.backend import CudaBackend, InvariantCudaBackend
-from app.engine.quantised import QuantisedWeight
+from app.engine.quantised import QuantisedRows, QuantisedWeight, plain
 from tests.devices.cuda.engines import DENSE, GRAPHS, engine, requests, use_kernels
 from tests.fast.engine.lossless import run_engine
 from tests.fast.engine.pairs import make_pair
@@ -19,87 +21,189 @@ from tests.fast.engine.quantised import E4M3, quantise
 
 torch.set_num_threads(1)
 BF16 = torch.bfloat16
-COLUMNS = 512
-KINDS = [(kind, group) for kind in (torch.int8, E4M3) for group in (128, COLUMNS)] + [(torch.int8, 32)]
-EVERY_NUMBER = torch.arange(256, dtype=torch.uint8)
+COLUMNS = 640
+KINDS = [torch.int8, E4M3]
+EPS = 1e-6
+WHOLE_GROUPS: dict[str, Any] = DENSE | {
+    "hidden_size": 128,
+    "head_dim": 32,
+    "intermediate_size": 128,
+    "expert_size": 128,
+}
+"""A pair whose weights all have columns in groups of 128."""
+
+by_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
 
 
-def weight_of(kind: torch.dtype, group: int, out: int = 200, dtype: torch.dtype = BF16) -> QuantisedWeight:
-    """Return a weight with every number of `kind` and scales that differ widely, packed."""
+@pytest.fixture
+def backend() -> CudaBackend:
+    return CudaBackend(torch.device("cpu"))
+
+
+def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def weight_of(kind: torch.dtype, group: int, out: int = 208) -> QuantisedWeight:
+    """A weight with scales that differ widely, packed."""
     noise = torch.Generator().manual_seed(group)
-    bits = torch.randint(256, (out, COLUMNS), generator=noise, dtype=torch.uint8)
-    bits[0, :256] = EVERY_NUMBER
-    data = bits.view(kind).float()
     scales = torch.rand(out, COLUMNS // group, generator=noise) ** 4 / 256
-    return packed(QuantisedWeight(data.nan_to_num(0.0).to(kind), scales, dtype))
+    data = (30 * torch.randn(out, COLUMNS, generator=noise)).to(kind)
+    packed = CudaBackend(torch.device("cpu")).pack_linear(QuantisedWeight(data, scales, BF16))
+    assert isinstance(packed, QuantisedWeight) and torch.equal(packed.data.float(), data.float())
+    assert torch.equal(packed.scales.repeat_interleave(128, 1), scales.repeat_interleave(group, 1))
+    return packed
 
 
-def packed(weight: QuantisedWeight) -> QuantisedWeight:
-    found = CudaBackend(torch.device("cpu")).pack_linear(weight)
-    assert isinstance(found, QuantisedWeight)
-    return found
+def same_rows(one: QuantisedRows, other: QuantisedRows) -> bool:
+    count = len(one.data)
+    bits = (x.data.view(torch.int8) for x in (one, other))
+    return torch.equal(*bits) and torch.equal(one.scales[:, :count], other.scales[:, :count])
 
 
-def rows_of(count: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.randn(count, COLUMNS, generator=torch.Generator().manual_seed(count)).to(dtype)
+@by_kind
+def test_rows_are_quantised_for_a_quantised_weight_and_a_scale_a_row_is_one_of_each_group(
+    backend: CudaBackend, kind: torch.dtype
+) -> None:
+    bias = normal(208)
+    for group in (128, COLUMNS):
+        weight = weight_of(kind, group)
+        for count in (1, 64, 130):
+            x = normal(count, COLUMNS)
+            wanted = eight_bits.linear(eight_bits.quantised(x, kind), weight, bias, backend.multiprocessors)
+            assert torch.equal(backend.linear(x, weight, bias), wanted)
 
 
-def assert_is_product(found: Tensor, x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> None:
-    """Sums are in fp32, and rounded once, which the interpreter does to zero."""
-    numbers = replace(weight, dtype=torch.float64).dequantised()
-    expected = x.double() @ numbers.T + (0.0 if bias is None else bias.double())
-    assert found.dtype == x.dtype
-    torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1.01 * torch.finfo(x.dtype).eps)
+@by_kind
+def test_a_norm_quantises_its_rows_as_a_launch_of_its_own_would(backend: CudaBackend, kind: torch.dtype) -> None:
+    weight, quantised = normal(COLUMNS), weight_of(kind, 128)
+    other = normal(4, COLUMNS)
+    for count in (1, 5):
+        x, residual = normal(count, COLUMNS), normal(count, COLUMNS) + 1
+        for before in (None, residual):
+            wanted, stream = backend.norm_for(x, before, weight, EPS, (other,))
+            for readers in ((quantised,), (quantised, other), (other, quantised)):
+                found, total = backend.norm_for(x, before, weight, EPS, readers)
+                assert isinstance(found, QuantisedRows) and torch.equal(total, stream)
+                assert same_rows(found, eight_bits.quantised(plain(wanted), kind))
+                assert (found.plain is None) == (len(readers) == 1)
+                assert found.plain is None or torch.equal(found.plain, plain(wanted))
+                assert torch.equal(backend.linear(found, quantised), backend.linear(wanted, quantised))
 
 
-@pytest.mark.parametrize("fixed", [False, True])
-@pytest.mark.parametrize(("kind", "group"), KINDS, ids=str)
-def test_a_product_is_that_of_the_dequantised_weight(kind: torch.dtype, group: int, fixed: bool) -> None:
-    weight, bias = weight_of(kind, group), torch.randn(200).to(BF16)
-    for rows, multiprocessors in ((1, 132), (16, 1), (17, 132), (65, 1), (300, 132)):
-        assert (products.product_of(weight, multiprocessors, rows).splits > 1) == (multiprocessors > 1)
-        x, some = rows_of(rows), None if rows == 17 else bias
-        assert_is_product(products.linear(x, weight, some, multiprocessors, fixed=fixed), x, weight, some)
+def test_a_reader_of_another_kind_takes_the_plain_rows(backend: CudaBackend) -> None:
+    first, second = (weight_of(kind, 128) for kind in KINDS)
+    found, _ = backend.norm_for(normal(3, COLUMNS), None, normal(COLUMNS), EPS, (first, second))
+    assert torch.equal(backend.linear(found, second), backend.linear(plain(found), second))
 
 
-def test_so_it_is_in_float16_and_by_scales_that_were_not_packed() -> None:
-    for kind, group in KINDS:
-        weight, x = weight_of(kind, group, dtype=torch.float16), rows_of(5, torch.float16)
-        found = products.linear(x, weight, None, 132)
-        assert_is_product(found, x, weight, None)
-        assert torch.equal(products.linear(x, replace(weight, scales=weight.scales.contiguous()), None, 132), found)
+@by_kind
+def test_a_gated_mlp_quantises_between_its_products(backend: CudaBackend, kind: torch.dtype) -> None:
+    gate_up, down = normal(2 * COLUMNS, 16), weight_of(kind, 128)
+    for count in (1, 5):
+        x = normal(count, 16)
+        inner = rows.silu_mul(backend.linear(x, gate_up))
+        assert isinstance(inner, Tensor)
+        found = rows.silu_mul(backend.linear(x, gate_up), kind)
+        assert isinstance(found, QuantisedRows) and same_rows(found, eight_bits.quantised(inner, kind))
+        assert torch.equal(backend.gated_mlp(x, gate_up, down), backend.linear(inner, down))
 
 
-def test_a_tile_lies_in_one_group_and_fewer_rows_have_deeper_tiles() -> None:
-    depths = {group: products.product_of(weight_of(E4M3, group), 132, 1).depth for group in (16, 64, 128, COLUMNS)}
-    assert depths == {16: 16, 64: 64, 128: 128, COLUMNS: 128}
-    assert products.product_of(weight_of(E4M3, 128), 132).depth == 64
+@pytest.mark.parametrize(("kind", "least", "most"), [(E4M3, 0.022, 0.028), (torch.int8, 0.005, 0.008)], ids=str)
+def test_the_error_of_rows_in_8_bits_is_what_the_docs_say(
+    backend: CudaBackend, kind: torch.dtype, least: float, most: float
+) -> None:
+    weight, x = weight_of(kind, 128), normal(16, COLUMNS)
+    wanted = x.float() @ replace(weight, dtype=torch.float32).dequantised().T
+    error = (backend.linear(x, weight).float() - wanted).norm() / wanted.norm()
+    assert least < error < most
 
 
-def test_many_rows_are_multiplied_by_the_dequantised_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, x, on_cuda = weight_of(E4M3, 128), rows_of(5), CudaBackend(torch.device("cpu"))
-    assert_is_product(on_cuda.linear(x, weight), x, weight, None)
-    monkeypatch.setattr(cuda, "MANY_ROWS", 4)
-    assert torch.equal(on_cuda.linear(x, weight), x @ products.dense(weight).T)
+class Cublas:
+    """Stands for F.scaled_mm, which no CPU has: it takes what ScaledBlas takes, and multiplies in fp32."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def __call__(
+        self, a: Tensor, b: Tensor, a_scales: Tensor, a_kind: Any, b_scales: Tensor, b_kind: Any, **how: Any
+    ) -> Tensor:
+        (rows, size), out, groups = a.shape, b.shape[1], a.shape[1] // 128
+        assert a_kind == b_kind == F.ScalingType.BlockWise1x128 and a.dtype == b.dtype == E4M3
+        assert rows % 4 == 0 and size % 128 == 0 and out % 16 == 0 and a.is_contiguous() and b.t().is_contiguous()
+        assert (a_scales.shape, a_scales.stride()) == ((rows, groups), (1, rows))
+        assert (b_scales.shape, b_scales.stride()) == ((out, groups), (1, out))
+        assert a_scales.dtype == b_scales.dtype == torch.float32
+        self.calls.append(rows)
+        wide = (x.float() * scales.repeat_interleave(128, 1) for x, scales in ((a, a_scales), (b.t(), b_scales)))
+        found = F.linear(*wide, how["bias"] if how["bias"] is None else how["bias"].float())
+        return found.to(how["output_dtype"])
+
+
+@pytest.fixture
+def cublas(monkeypatch: pytest.MonkeyPatch) -> Cublas:
+    monkeypatch.setattr(F, "scaled_mm", stands := Cublas())
+    return stands
+
+
+@pytest.mark.parametrize("group", [128, COLUMNS])
+def test_cublas_takes_rows_weight_and_scales_as_they_are(backend: CudaBackend, cublas: Cublas, group: int) -> None:
+    backend.has_scaled_mm, weight, bias = True, weight_of(E4M3, group), normal(208)
+    for count, some in ((63, None), (64, None), (65, bias), (127, None)):
+        x = normal(count, COLUMNS)
+        found = backend.linear(x, weight, some)
+        wanted = eight_bits.linear(eight_bits.quantised(x, E4M3), weight, some, backend.multiprocessors)
+        torch.testing.assert_close(found.float(), wanted.float(), rtol=2**-7, atol=1e-3)
+        assert found.shape == (count, 208)
+    assert cublas.calls == [64, 68, 128]
+
+
+def test_cublas_multiplies_neither_int8_nor_in_float16_nor_where_rows_keep_their_bits(cublas: Cublas) -> None:
+    for backend, weight in (
+        (CudaBackend(torch.device("cpu")), weight_of(torch.int8, 128)),
+        (CudaBackend(torch.device("cpu")), replace(weight_of(E4M3, 128), dtype=torch.float16)),
+        (CudaBackend(torch.device("cpu")), weight_of(E4M3, 128, out=200)),
+        (InvariantCudaBackend(torch.device("cpu")), weight_of(E4M3, 128)),
+    ):
+        backend.has_scaled_mm = True
+        backend.linear(normal(70, COLUMNS, dtype=weight.dtype), weight)
+    assert not cublas.calls
+
+
+def test_narrow_outputs_leave_cublas_between_128_rows_and_as_many_as_splits_gain(backend: CudaBackend) -> None:
+    def rows_by_cublas(out: int, counts: Sequence[int]) -> list[int]:
+        data = torch.empty(out, 5120, dtype=E4M3, device="meta")
+        weight = QuantisedWeight(data, torch.empty(0), BF16)
+        return [count for count in counts if eight_bits.scaled_mm_is_faster(weight, count, 132)]
+
+    counts = (16, 63, 64, 127, 128, 256, 257, 512, 4096)
+    assert rows_by_cublas(5120, counts) == [64, 127, 257, 512, 4096]
+    assert rows_by_cublas(6144, counts) == [64, 127, 256, 257, 512, 4096]
+    for out in (4096, 16384, 24576, 34816):
+        assert rows_by_cublas(out, counts) == [64, 127, 128, 256, 257, 512, 4096]
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
-def test_weights_are_dequantised_if_their_groups_are_no_tiles_or_the_engine_is_in_fp32(dtype: torch.dtype) -> None:
-    group = 8 if dtype == BF16 else 128
-    weight = QuantisedWeight(torch.ones(4, COLUMNS, dtype=torch.int8), torch.ones(4, COLUMNS // group), dtype)
-    found = CudaBackend(torch.device("cpu")).pack_linear(weight, weight)
-    assert isinstance(found, Tensor) and found.dtype == dtype and found.shape == (8, COLUMNS)
+def test_weights_are_dequantised_if_128_numbers_share_no_scale_or_the_engine_is_in_fp32(dtype: torch.dtype) -> None:
+    for columns, group in ((COLUMNS, 64), (COLUMNS, 320), (192, 192)) if dtype == BF16 else ((COLUMNS, 128),):
+        weight = QuantisedWeight(torch.ones(4, columns, dtype=torch.int8), torch.ones(4, columns // group), dtype)
+        found = CudaBackend(torch.device("cpu")).pack_linear(weight, weight)
+        assert isinstance(found, Tensor) and found.dtype == dtype and found.shape == (8, columns)
 
 
 @pytest.mark.parametrize(
     ("how", "is_kept"),
-    [("int8 by row", True), pytest.param("fp8 by row", True, marks=pytest.mark.slow), ("fp8 in blocks", False)],
+    [
+        ("fp8 by row", True),
+        pytest.param("int8 by row", True, marks=pytest.mark.slow),
+        pytest.param("fp8 in blocks", False, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_drafts_change_no_token_of_a_quantised_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, is_kept: bool
 ) -> None:
-    """Blocks of the tiny pair are no whole tiles."""
+    """Blocks of the tiny pair are no whole groups."""
     kept: list[QuantisedWeight] = []
 
     class Noted(InvariantCudaBackend):
@@ -108,7 +212,7 @@ def test_drafts_change_no_token_of_a_quantised_target(
             return super().pack_quantised(weight)
 
     use_kernels(monkeypatch, Noted)
-    pair = make_pair(tmp_path / "pair", **DENSE)
+    pair = make_pair(tmp_path / "pair", **WHOLE_GROUPS)
     pair = replace(pair, target=quantise(pair.target, tmp_path, how)[0])
     sizes: dict[str, Any] = {"dtype": "bfloat16", "batch_invariant": True}
     off = run_engine(engine(pair, draft=False, **sizes), requests(max_tokens=6))
@@ -121,7 +225,7 @@ def test_drafts_change_no_token_of_a_target_whose_experts_are_quantised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_kernels(monkeypatch)
-    pair = make_pair(tmp_path / "pair", **DENSE, experts=4)
+    pair = make_pair(tmp_path / "pair", **WHOLE_GROUPS, experts=4)
     pair = replace(pair, target=quantise(pair.target, tmp_path, "fp8 by row")[0])
     plain, drafting = engine(pair, draft=False, dtype="bfloat16"), engine(pair, dtype="bfloat16", **GRAPHS)
     for layer in drafting.core.runner.forward.target.layers:
@@ -134,8 +238,8 @@ def test_drafts_change_no_token_of_a_target_whose_experts_are_quantised(
 def test_before_hopper_weights_are_dequantised(
     capability: tuple[int, int], multiplied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The conversions of two numbers at a time are instructions of sm_90."""
+    """Products of e4m3 are instructions of sm_90."""
     backend = CudaBackend(torch.device("cpu"))
     monkeypatch.setattr(backend, "capability", capability)
-    weight = QuantisedWeight.int8(torch.ones(64, 64, dtype=torch.bfloat16))
+    weight = QuantisedWeight.int8(torch.ones(64, 128, dtype=torch.bfloat16))
     assert isinstance(backend.pack_linear(weight), QuantisedWeight) is multiplied
