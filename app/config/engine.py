@@ -61,7 +61,7 @@ class EngineConfig:
         SPECULATION,
         "auto",
         "auto | none | int8: the draft's weights as they are, or rounded to int8, its head too, which changes no text; "
-        "auto: int8 on a CPU in bfloat16",
+        "auto: int8 in bfloat16 on a CPU, and on a GPU from Hopper on",
         metavar="METHOD",
     )
     draft_window: int | None = _setting(

@@ -42,7 +42,7 @@ class CudaBackend(TorchBackend):
         self.on_gpu = device.type == "cuda"
         if self.on_gpu:
             torch.cuda.set_device(device)
-            self.defaults = Defaults(dtype=torch.bfloat16, page_size=16, max_num_seqs=256, max_blocks=64)
+            self.defaults = Defaults(torch.bfloat16, page_size=16, max_num_seqs=256, max_blocks=64, int8_draft=True)
         # On a CPU the backend answers like an H200.
         self.capability = torch.cuda.get_device_capability(device) if self.on_gpu else (9, 0)
         self.has_scaled_mm = self.on_gpu and self.capability == HOPPER and eight_bits.has_scaled_mm()

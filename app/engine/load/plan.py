@@ -106,7 +106,7 @@ def make_plan(config: EngineConfig, models: Models, backend: Backend) -> Plan:
         window = max(*windows, MAX_PENDING)  # rows of up to MAX_PENDING steps may be written late
         sizes = replace(sizes, draft_window=window, window_pages=window_pages(window, block_size, sizes.page_size))
     sharing = config.tensor_parallel_size if backend.memory_is_host else 1
-    return Plan(config, target, draft, dtype, sizes, graph_sizes, sharing, rounds_draft(config, dtype, backend))
+    return Plan(config, target, draft, dtype, sizes, graph_sizes, sharing, rounds_draft(config, draft, dtype, backend))
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -132,12 +132,14 @@ def dtype_of(config: EngineConfig, target: DecoderConfig, backend: Backend) -> t
     return stored
 
 
-def rounds_draft(config: EngineConfig, dtype: torch.dtype, backend: Backend) -> bool:
+def rounds_draft(config: EngineConfig, draft: DFlashConfig | None, dtype: torch.dtype, backend: Backend) -> bool:
     """Return True if the draft's weights become int8."""
     if config.draft_quantization != "auto":
         return config.draft_quantization == "int8"
-    is_faster = backend.defaults.int8_draft and dtype == torch.bfloat16
-    return is_faster and backend.multiplies(QuantisedWeight.int8(torch.zeros(4, 4, dtype=dtype)))
+    if draft is None or dtype != torch.bfloat16 or not backend.defaults.int8_draft:
+        return False
+    row = torch.zeros(1, draft.decoder.hidden_size, dtype=dtype)
+    return backend.multiplies(QuantisedWeight.int8(row))
 
 
 def settle_sizes(config: EngineConfig, block_size: int, model_limit: int, defaults: Defaults) -> Sizes:
