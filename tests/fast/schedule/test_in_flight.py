@@ -103,14 +103,13 @@ class Device(EngineCore):
             for i, entry in enumerate(drafting):
                 self.draft(entry, inputs.draft.groups[0], i, rows)
         ends, tokens, accepted = [], [], []
-        chunks = iter(inputs.target.recurrent.chunks if inputs.target.recurrent else ())
         groups = [(group, i) for group in inputs.target.groups for i in range(len(group.query_lens))]
         for number, (entry, (group, i)) in enumerate(zip(batch.entries, groups, strict=False)):
             start = self.start(entry)
             right = self.rng.randint(0, entry.num_drafts)
             self.forward(entry, group, i, start, entry.count - entry.num_drafts + right)
             if inputs.target.recurrent:
-                self.recur(entry, inputs.target.recurrent, chunks, number, start, right)
+                self.recur(entry, inputs.target.recurrent, number, start, right)
             if entry.needs_logits:
                 first = start + entry.count - entry.num_drafts
                 script = self.scripts[entry.seq.request.request_id]
@@ -183,19 +182,25 @@ class Device(EngineCore):
                 slot = self.slot(table, position // self.page % len(table), position)
             self.draft_kv[slot] = NONSENSE
 
-    def recur(self, entry: ScheduledSequence, rows: Any, chunks: Any, number: int, start: int, right: int) -> None:
+    def recur(self, entry: ScheduledSequence, recurrent: Any, number: int, start: int, right: int) -> None:
         """Move a recurrent state: that of a slot serves for the tokens before its last step, and for those that it
         accepted."""
+        if entry.is_prefill:
+            number -= len(recurrent.decodes.slots) if recurrent.decodes else 0
+        rows = recurrent.prompts if entry.is_prefill else recurrent.decodes
+        slot, next_slot = int(rows.slots[number]), int(rows.next_slots[number])
+        assert slot and next_slot and (not start or self.prefix(entry, start) in self.states[slot])
         if not entry.is_prefill:
-            slot, next_slot = int(rows.decodes.slots[number]), int(rows.decodes.next_slots[number])
-            assert slot and next_slot and (not start or self.prefix(entry, start) in self.states[slot])
             self.states[next_slot] = {self.prefix(entry, start + n) for n in range(right + 2)}
             return
-        for _ in range(1 + bool(entry.split)):
-            chunk = next(chunks)
-            slot, next_slot, begin = (int(numbers[0]) for numbers in (chunk.slots, chunk.next_slots, chunk.starts))
-            assert slot and next_slot and (not begin or self.prefix(entry, begin) in self.states[slot])
-            self.states[next_slot] = {self.prefix(entry, begin + int(chunk.counts[0]))}
+        first, end = rows.query_start_loc[number : number + 2]
+        split, split_slot = int(rows.splits[number]), int(rows.split_slots[number])
+        assert rows.parts[number] == ([split, end - first - split] if split else [end - first])
+        assert not start or next_slot != slot
+        if split:
+            assert split_slot not in (0, slot, next_slot)
+            self.states[split_slot] = {self.prefix(entry, start + split)}
+        self.states[next_slot] = {self.prefix(entry, entry.end)}
 
 
 def traffic(device: Device, steps: int) -> None:
