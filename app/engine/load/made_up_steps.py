@@ -34,8 +34,10 @@ _SLOW_MS = 100.0
 _CONTEXT = 128
 """Tokens before the rows, like in an answer. Without context a plain step would look too cheap, because context takes a
 larger part of its time than of a step that drafts."""
-_TEXTS, _TEXT_TOKENS, _TEXT_SECONDS = 16, 32, 2.0
+_TEXTS, _TEXT_TOKENS, _TEXT_SECONDS = 16, 32, 5.0
 """Texts that a mixture of experts makes up, their tokens, and the time after which they are short."""
+_FIRST_STEPS = 2
+"""Steps of prompts and of single rows, which may compile kernels and do not count."""
 Texts = Listed[Listed[int]]
 
 
@@ -102,16 +104,21 @@ def _sequence(num_tokens: int, pages: Iterable[int], temperature: float) -> Sequ
 
 def made_up_texts(core: EngineCore, sizes: Sizes) -> Texts:
     """Return the tokens of a few texts that the target draws side by side, each from another token on and at
-    temperature 1, because a greedy one would repeat itself."""
+    temperature 1, because a greedy one would repeat itself. If there is no time for a block of any, return one of
+    different tokens."""
     texts = {str(i): list[int]() for i in range(min(_TEXTS, sizes.max_num_seqs))}
     vocab_size, length = core.runner.forward.target.config.vocab_size, min(_TEXT_TOKENS, sizes.max_model_len - 1)
     for i, name in enumerate(texts):
         core.add(Request(name, (i * 7919 % vocab_size,), length, SamplingParams(1.0, seed=i)))
-    end = time.perf_counter() + _TEXT_SECONDS
-    while core.has_work and time.perf_counter() < end:
+    begun, steps = time.perf_counter(), 0
+    while core.has_work and time.perf_counter() <= begun + _TEXT_SECONDS:
         for delta in core.step().deltas:
             texts[delta.request_id] += delta.token_ids
-    return [text for text in texts.values() if text]
+        steps += 1
+        if steps <= _FIRST_STEPS:
+            begun = time.perf_counter()
+    long = [text for text in texts.values() if len(text) >= min(length, sizes.block_size)]
+    return long or [[i * 7919 % vocab_size for i in range(vocab_size)]]
 
 
 def measure_costs(
