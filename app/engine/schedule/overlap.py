@@ -15,7 +15,7 @@ def schedule_ahead(scheduler: Scheduler, batch: Batch, *, draws: bool) -> Batch 
     scheduler.in_flight = set()
     rows = {entry.seq: (prev_row, entry) for prev_row, entry in enumerate(batch.sampling) if entry.is_live}
     running = [rows[seq] for seq in scheduler.running if seq in rows]
-    if reason := _why_wait(scheduler, batch, [entry.seq for _, entry in running], draws=draws):
+    if reason := _why_wait(scheduler, [entry.seq for _, entry in running], draws=draws):
         return reason
     going_on = [(prev_row, entry) for prev_row, entry in running if entry.seq.num_remaining > 1]
     if not going_on:
@@ -48,10 +48,9 @@ def schedule_ahead(scheduler: Scheduler, batch: Batch, *, draws: bool) -> Batch 
     return scheduler.with_draft_pages(after)
 
 
-def _why_wait(scheduler: Scheduler, batch: Batch, seqs: list[Sequence], *, draws: bool) -> str:
-    """Return why the step after `batch` must wait for it, or "". `seqs` are its live sequences that get tokens."""
-    leaves_states = batch.prefills and scheduler.states.num_slots  # that another prompt may reuse
-    if len(seqs) < len(scheduler.running) or leaves_states:
+def _why_wait(scheduler: Scheduler, seqs: list[Sequence], *, draws: bool) -> str:
+    """Return why the next step must wait for the one in flight, or "". `seqs` are its live ones that get tokens."""
+    if len(seqs) < len(scheduler.running):
         return "prefill"
     if scheduler.unclean:
         return "scrub"
@@ -63,10 +62,15 @@ def _why_wait(scheduler: Scheduler, batch: Batch, seqs: list[Sequence], *, draws
 
 
 def _next_slot(scheduler: Scheduler, entry: ScheduledSequence) -> int:
-    """Return the slot that the rows after `entry` write. If `entry` may fill a page, its slot is not written again."""
+    """Return the slot that the rows after `entry` write. If `entry` may leave a checkpoint, its slot is not written
+    again: a decoding one that may fill a page, and a prompt that ends with a page."""
     seq, states, page_size = entry.seq, scheduler.states, scheduler.pool.page_size
     states.commit(entry)  # the device works in order, so later rows read what these write
-    if seq.cacheable and (seq.num_computed + entry.count) // page_size > seq.num_computed // page_size:
+    if entry.is_prefill:
+        may_leave_one = entry.end % page_size == 0
+    else:
+        may_leave_one = (seq.num_computed + entry.count) // page_size > seq.num_computed // page_size
+    if seq.cacheable and may_leave_one:
         states.freeze(seq)
     states.prepare(seq)
     return seq.next_state_slot

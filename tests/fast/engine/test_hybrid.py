@@ -308,16 +308,17 @@ def test_nan_in_a_state_ends_that_sequence_alone_and_its_slot_serves_the_next(pa
     assert run.texts == wanted, "later ones had its slot"
 
 
-def test_a_step_that_fails_behind_a_launch_recomputes_its_sequences(lucky: Subject, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("failing", ["prefill", "decode"])
+def test_a_step_that_fails_behind_a_launch_recomputes_its_sequences(lucky, failing, monkeypatch):
     """The step ahead has committed the failed one's rows, so this cannot be repeated from the state."""
     case = Case(concurrency=4, page_size=4, block_size=8, path="overlap")
     engine = lucky.engine(case)
-    launch, launched = engine.core.launch, 0
+    launch, kinds = engine.core.launch, list[str]()
 
     def fails_once(batch: Any) -> Any:
-        nonlocal launched
-        pending, launched = launch(batch), launched + 1
-        if launched == 6:
+        pending = launch(batch)
+        kinds.append(batch.kind)
+        if kinds.count(failing) == 1 and kinds[-1] == failing:
             pending.read = lambda: 1 / 0
         return pending
 

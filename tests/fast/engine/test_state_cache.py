@@ -24,6 +24,7 @@ from tests.fast.engine.device_lengths import device_lengths
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.hybrid_reference import HybridReference, hybrid_subject
+from tests.fast.engine.launch_log import Log
 from tests.fast.engine.lossless import Case, Subject, assert_lossless, make_engine
 from tests.fast.engine.pairs import Pair
 from tests.fast.engine.planted import PlannedRun
@@ -131,6 +132,18 @@ def test_steps_that_overlap_leave_the_same_checkpoints(pair, reference, max_toke
     text += chat.ask(text, max_tokens, speculate=speculate)
     chat.ask((*text, 1))
     assert chat.cached == [0, (len(text) - 1) // PAGE * PAGE]
+
+
+@pytest.mark.parametrize("length", [24, 26])
+def test_a_prompt_with_a_step_launched_behind_it_leaves_its_checkpoints(pair, reference, length):
+    """That of its last page too, if the prompt ends with it: the step behind the prompt writes another slot."""
+    with device_lengths():
+        engine = engine_of(pair, enforce_eager=False, max_graphs=4)
+    chat, log, prompt = Chat(engine, reference), Log(engine.core), tokens_of(length)
+    chat.ask(prompt, 3, speculate=False)
+    assert log.batches[0].prefills and 1 in log.overlapped
+    chat.ask((*prompt, *tokens_of(5)))
+    assert chat.cached == [0, 24]
 
 
 @pytest.mark.parametrize("caching", [False, True])
