@@ -48,6 +48,8 @@ class Run:
     """Target rows -> these steps."""
     decoding: int = 0
     """Sequences of these steps, each counted once a step."""
+    texts: dict[str, list[int]] = field(default_factory=dict)
+    """Tokens of each request."""
 
     def add(self, step: StepOutput, concurrency: int) -> None:
         """Count a step. Raises RuntimeError if a request has an error."""
@@ -55,6 +57,8 @@ class Run:
         if errors := [delta.error for delta in step.deltas if delta.error]:
             raise RuntimeError(errors[0])
         self.tokens += emitted
+        for delta in step.deltas:
+            self.texts.setdefault(delta.request_id, []).extend(delta.token_ids)
         if stats.kind != "decode":
             self.prefill_seconds += stats.seconds
         elif stats.num_decoding == concurrency:

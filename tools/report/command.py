@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ from app.config.error import ConfigError
 from app.config.parser import Parser
 from app.engine.cuda import host_probes
 from tools.report import runner
-from tools.report.part import Options
+from tools.report.part import MODELS, REAL_PAIR, Options
 from tools.report.sections import SECTIONS
 
-MODELS = (
+NAMES = (
     "demo",
     "qwen3-8b",
     "qwen3-4b",
@@ -59,11 +59,25 @@ def parse(arguments: Sequence[str]) -> tuple[Options, Path]:
         "--out", type=Path, metavar="FOLDER", help="where the files go [default: here, and ./gpu-report for a GPU]"
     )
     load = parser.add_argument_group("load of the engines on a GPU")
-    load.add_argument("--model", default="qwen3-8b", help="sizes of which model [default: qwen3-8b]")
-    load.add_argument("--concurrency", type=count, nargs="+", metavar="N", default=[1, 32], help="[default: 1 32]")
+    load.add_argument(
+        "--model",
+        dest="models",
+        nargs="+",
+        metavar="MODEL",
+        default=list(MODELS),
+        help=f"sizes of which models, in this order [default: {', '.join(MODELS)}]",
+    )
+    load.add_argument(
+        "--real-pair",
+        nargs=2,
+        metavar=("TARGET", "DRAFT"),
+        default=[],
+        help="folders of a pair with SmolLM2's tokens, or its target's GGUF file, or the pair's name smollm2",
+    )
+    load.add_argument("--concurrency", type=count, nargs="+", metavar="N", default=[1, 8, 32], help="[default: 1 8 32]")
     load.add_argument("--prompt", type=count, metavar="TOKENS", default=512, help="[default: 512]")
-    load.add_argument("--answer", type=count, metavar="TOKENS", default=1024, help="[default: 1024]")
-    load.add_argument("--rounds", type=count, metavar="N", default=3, help="[default: 3]")
+    load.add_argument("--answer", type=count, metavar="TOKENS", default=256, help="[default: 256]")
+    load.add_argument("--rounds", type=count, metavar="N", default=1, help="[default: 1]")
     parser.add_argument(
         "--sections",
         type=lambda names: [name.strip() for name in names.split(",") if name.strip()],
@@ -74,24 +88,35 @@ def parse(arguments: Sequence[str]) -> tuple[Options, Path]:
     parser.add_argument("--seconds", type=count, metavar="N", help="limit of all sections [default: 460 on a GPU]")
     given = vars(parser.parse_args(arguments))
     folder, options = given.pop("out"), Options(**given)
+    others = [model for model in options.models if model != REAL_PAIR]
+    if not options.real_pair:
+        options = replace(options, models=others)
+    elif REAL_PAIR not in options.models:
+        options = replace(options, models=[*others, REAL_PAIR])
     if not re.fullmatch(r"(npu|cuda)(:\d+)?", options.device):
         raise ConfigError(
             f"--device {options.device}: a report is on npu or cuda, or on one of several like npu:1",
             "dflash-server check looks at other devices",
         )
-    of_engines = ("model", "concurrency", "prompt", "answer", "rounds")
-    changed = [f"--{name.replace('_', '-')}" for name in of_engines if given[name] != parser.get_default(name)]
+    of_engines = ("models", "real_pair", "concurrency", "prompt", "answer", "rounds")
+    changed = [flag(name) for name in of_engines if given[name] != parser.get_default(name)]
     if changed and options.kind == "npu":
         raise ConfigError(f"{', '.join(changed)}: only a report on a GPU takes this", "leave it out")
-    if options.model not in MODELS and not Path(options.model).expanduser().is_file():
-        raise ConfigError(
-            f"--model {options.model}: there is neither such a name nor such a file",
-            f"there are {', '.join(MODELS)}, or give the path of a config.json",
-        )
+    for model in options.models:
+        if model not in (*NAMES, REAL_PAIR) and not Path(model).expanduser().is_file():
+            raise ConfigError(
+                f"--model {model}: there is neither such a name nor such a file",
+                f"there are {', '.join(NAMES)}, or give the path of a config.json",
+            )
     known = SECTIONS[options.kind]
     if unknown := [name for name in options.sections if name not in known]:
         raise ConfigError(f"--sections {','.join(unknown)}: there is none", f"there are {', '.join(known)}")
     return options, folder or Path("gpu-report" if options.kind == "cuda" else "")
+
+
+def flag(name: str) -> str:
+    """Return the flag that gives an option."""
+    return "--model" if name == "models" else f"--{name.replace('_', '-')}"
 
 
 def count(text: str) -> int:

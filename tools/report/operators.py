@@ -160,8 +160,10 @@ def parts(options: Options) -> list[Part]:
         for name, of_family in operators.of_heads(family).items():
             cases[name] += of_family
     on_gpu = options.kind == "cuda"
-    more = hazards.parts(options, hazards.HazardSizes()) if on_gpu else []
-    return more + parts_of(cases, extent.past, opened, each_case=on_gpu)
+    checked = parts_of(cases, extent.past, opened, each_case=on_gpu)
+    if not on_gpu:
+        return checked
+    return hazards.parts(options, hazards.HazardSizes()) + checked
 
 
 def parts_of(

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tools.report import predictions
+
 Report = dict[str, Any]
 
 CHECKED = {
@@ -43,14 +45,15 @@ another HCCL_OP_EXPANSION_MODE, or --enforce-eager.""",
 RANDOM WEIGHTS: the tokens are meaningless. Texts from graphs, eager code and overlap. Tokens are alike before the
 first difference from the text of another way. The same steps run without capture must be the same, drawn tokens too.
 Eager code, other overlap and no draft round sums in another order, and random weights decide by little. They are
-compared in fp32, where a near tie is rare, and one request of six may differ.""",
+compared in fp32, where a near tie is rare, and one request of six may differ. With --batch-invariant all texts must be
+the same.""",
     "speeds": """
-RANDOM WEIGHTS: the tokens are meaningless; the sizes, and so the times, are those of the real model.
-SIMULATED ACCEPTANCE: how many drafts are accepted is drawn, not found out. Output tokens per second are from the first
-request to the last one's end, prompts included. Steady is of the steps in which all requests decode, and refilled
-where a request that ends makes room for the next.""",
-    "profile": """
-RANDOM WEIGHTS. Kernels of a decode step by CUPTI. What they do not fill of a step are gaps.""",
+RANDOM WEIGHTS, but for the real pair: the tokens are meaningless; the sizes, and so the times, are those of the models.
+SIMULATED ACCEPTANCE, but for the real pair: how many drafts are accepted is drawn, not found out. Output tokens per
+second are from the first request to the last one's end, prompts included. Steady is of the steps in which all requests
+decode, `tok/s at the mean length` the same with the mean acceptance length in place of the drawn one, and refilled
+where a request that ends makes room for the next. The real pair answers the same questions at each concurrency. Kernels
+of a decode step are by CUPTI; what they do not fill of a step are gaps.""",
 }
 VERDICT_CHARS = 3000
 HEADLINES = {
@@ -62,14 +65,16 @@ HEADLINES = {
     "costs": None,
     "collectives": None,
     "speeds": None,
-    "profile": None,
 }
 """Parts whose `found` stands in the summary; None is all parts of the section."""
 
 
 def page(report: Report) -> str:
+    """Return the page: what is wrong first, and last a GPU's figures beside what was predicted of them."""
+    on_gpu, wrong = report["report"] == "gpu-report", _wrong(report)
     blocks = [
         f"# {report['report']}: {report.get('chip') or report['device']}",
+        *([f"## Wrong\n\n{table(wrong)}"] if wrong else []),
         CHECKED[report["report"]].strip(),
         "\n".join(f"- {line}" for line in summary(report)),
         "\n".join(f"- {name}: {version}" for name, version in report.get("versions", {}).items()),
@@ -77,7 +82,26 @@ def page(report: Report) -> str:
     for name, section in report["sections"].items():
         took = f" It took {section['seconds']:g} s." if "seconds" in section else ""
         blocks += [f"## {title(name)}", ABOUT[name].strip() + took, table(_parts(section)), table(_cases(section))]
+    if on_gpu:
+        blocks.append(f"## Figures\n\n{figures(report)}")
     return "\n\n".join(filter(None, blocks)) + "\n"
+
+
+def figures(report: Report) -> str:
+    """Return the table of predictions and of what was measured."""
+    return table(predictions.rows(report))
+
+
+def _wrong(report: Report) -> list[dict[str, Any]]:
+    """Return a row for each case that did not pass, and for each part that failed without one."""
+    rows = []
+    for name, section in report["sections"].items():
+        for part in section["parts"]:
+            cases = [case for case in part["result"].get("cases", []) if case.get("passed") is False]
+            if part["status"] == "failed":
+                said = part.get("error", {}).get("says") or part["result"].get("found")
+                rows += [{"section": name, "part": part["name"], "found": said} | case for case in cases or [{}]]
+    return rows
 
 
 def summary(report: Report) -> list[str]:

@@ -17,19 +17,26 @@ Result = dict[str, Any]
 `passed` False means that the part has failed. With `error` the state of the device may be unknown."""
 
 
+REAL_PAIR = "real pair"
+MODELS = ("qwen3.8-27b-fp8", "qwen3-8b", "qwen3-8b-fp8", REAL_PAIR, "qwen3-30b-a3b-fp8", "gpt-oss-20b")
+"""Models whose speeds are measured, those first that should not lack where time is short."""
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Device of a report, and the load of its engines: `model` has a name like "qwen3-8b", or is a config.json.
+    """Device of a report, and the load of its engines: each of `models` has a name like "qwen3-8b", or is a
+    config.json, or REAL_PAIR if `real_pair` names its target and draft.
 
     `sections` are made in this order, or all if there are none.
     """
 
     device: str
-    model: str = "qwen3-8b"
-    concurrency: Sequence[int] = (1, 32)
+    models: Sequence[str] = MODELS
+    real_pair: Sequence[str] = ()
+    concurrency: Sequence[int] = (1, 8, 32)
     prompt: int = 512
-    answer: int = 1024
-    rounds: int = 3
+    answer: int = 256
+    rounds: int = 1
     sections: Sequence[str] = ()
     seconds: int | None = None
 

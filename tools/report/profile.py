@@ -1,8 +1,7 @@
 """Where a decode step's time goes on a GPU: each kernel's launches and its share of a step."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,18 +10,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from app.engine.core import EngineCore
 from app.engine.load.engine import Engine
-from tools.lab import simulated
 from tools.lab.in_process import random_requests
-from tools.lab.random_weights import random_engine
-from tools.report.part import Options, Part, Result
-from tools.report.speeds import TAU
+from tools.report.part import Result
 
 STEPS = 5
 ANSWER = 400
 """Tokens of each answer, so that none ends before all steps were taken."""
 MOST_KERNELS = 25
-WIDTHS = (None, 8, 16)
-"""Values of `--verify` that are profiled, None without a draft."""
 
 OTHER = "small kernels"
 STAGES = {
@@ -35,44 +29,13 @@ COPIES = ("Memcpy", "Memset")
 """Beginnings of copies' names in a trace of a GPU."""
 
 
-def parts(options: Options) -> list[Part]:
-    return parts_of(options.model, options.concurrency, options.device, options.prompt, WIDTHS)
-
-
-def parts_of(
-    model: str, concurrency: Sequence[int], device: str, prompt: int, widths: Sequence[int | None]
-) -> list[Part]:
-    """Return a part for each width and number of sequences, all of a width with one engine."""
-    made: dict[int | None, Engine] = {}
-
-    def engine(width: int | None) -> Engine:
-        if width not in made:
-            made.clear()
-            lengths = {"max_num_seqs": max(concurrency), "max_model_len": prompt + ANSWER}
-            sizes: dict[str, Any] = lengths | {"verify": width or "full"}
-            made[width] = random_engine(model, draft=width is not None, device=device, **sizes)
-            if draft := made[width].draft:
-                simulated.simulate(made[width].core, simulated.even_rates(TAU, draft.block_size))
-        return made[width]
-
-    return [
-        Part(
-            f"{'plain' if width is None else f'width {width}'} at {count}",
-            partial(profiled, engine, width, count, prompt),
-        )
-        for width in widths
-        for count in concurrency
-    ]
-
-
-def profiled(engine: Callable[[int | None], Engine], width: int | None, count: int, prompt: int) -> Result:
-    """Return each kernel's launches, time and share of a step, over STEPS steps in which all sequences decode.
+def profiled(engine: Engine, count: int, prompt: int) -> Result:
+    """Return each kernel's launches, time and share of a step, over STEPS steps in which `count` sequences decode.
 
     What kernels do not fill are gaps between them.
     """
-    made = engine(width)
-    core = made.core
-    for request in random_requests(count, prompt, ANSWER - 1, made.target.vocab_size):
+    core = engine.core
+    for request in random_requests(count, prompt, ANSWER - 1, engine.target.vocab_size):
         core.add(request)
     while (step := core.step()).stats.kind != "decode" or step.stats.num_decoding < count:
         pass
@@ -80,7 +43,7 @@ def profiled(engine: Callable[[int | None], Engine], width: int | None, count: i
     begun = time.perf_counter()
     _steps(core)
     step_ms = 1e3 * (time.perf_counter() - begun) / STEPS
-    on_gpu = made.device.startswith("cuda")
+    on_gpu = engine.device.startswith("cuda")
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as trace:
         _steps(core)
         if on_gpu:

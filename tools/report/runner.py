@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from app.check import command as check
 from app.config.error import ConfigError
 from app.engine_client.child_process import LineProcess
-from tools.report.page import page, verdict
+from tools.report.page import figures, page, verdict
 
 Part = dict[str, Any]
 """Answer of one part, see part.py; `status` is ok, warning, failed or "not tried"."""
@@ -92,6 +92,8 @@ def report(
     else:
         print(page(found))
         print(verdict(found))
+        if found["report"] == "gpu-report":
+            print(figures(found))
     if run.unsaved:
         _say(f"error: --out {folder}: {run.unsaved}: the files lack the end, and only the output above has it")
     return 1 if found["failed"] or run.unsaved else 0

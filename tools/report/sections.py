@@ -49,12 +49,6 @@ def operators(options: Options, ends: float) -> list[Part]:
     return operators.parts(options)
 
 
-def profile(options: Options, ends: float) -> list[Part]:
-    from tools.report import profile
-
-    return profile.parts(options)
-
-
 def roofline(options: Options, ends: float) -> list[Part]:
     from tools.report import roofline
 
@@ -93,11 +87,10 @@ SECTIONS = {
         "collectives": Section(collectives, 700.0),
     },
     "cuda": {
-        "roofline": Section(roofline, 30.0, 60.0),
         "operators": Section(operators, 45.0, 120.0),
-        "equality": Section(equality, 90.0, 150.0),
-        "speeds": Section(speeds, 120.0, 240.0),
-        "profile": Section(profile, 60.0, 90.0),
+        "equality": Section(equality, 60.0, 120.0),
+        "speeds": Section(speeds, 60.0, 260.0),
+        "roofline": Section(roofline, 30.0, 60.0),
         "engine": Section(engine, 60.0, 90.0),
         "step": Section(step, 30.0, 60.0),
         "collectives": Section(collectives, 70.0, 200.0),

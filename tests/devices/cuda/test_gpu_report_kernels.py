@@ -21,7 +21,8 @@ from tests.devices.cuda.engines import GRAPHS, interpreted, use_kernels
 from tools.report import command, equality, hazards
 from tools.report import section as report_section
 from tools.report.operators import compared, of_graphs, of_torch
-from tools.report.part import Options, Result
+from tools.report.part import MODELS, REAL_PAIR, Options, Result
+from tools.report.predictions import PREDICTIONS
 from tools.report.roofline import Chip
 from tools.report.sections import SECTIONS
 
@@ -143,8 +144,17 @@ def test_every_section_has_its_parts_with_the_options_of_the_command(monkeypatch
         assert report_section.chip(given) == f"a GPU, {options.index}"
         found[name] = [part.name for part in SECTIONS[given.kind][name].make(given, 60.0)]
     assert set(chosen) == {options.index} and options.index == (1 if device == "cuda:1" else 0)
-    assert found["speeds"] == [f"{way} at {n}" for way in ("plain", "full blocks", "auto") for n in (1, 8)]
-    assert found["profile"] == [f"{way} at {n}" for way in ("plain", "width 8", "width 16") for n in (1, 8)]
+    of_model = [name.removeprefix("qwen3-8b, ") for name in found["speeds"] if name.startswith("qwen3-8b, ")]
+    assert of_model == [
+        *("plain at 1", "plain at 8", "prompts", "a step of plain at 1"),
+        *("full blocks at 1", "full blocks at 8", "a step of full blocks at 1", "auto at 1", "auto at 8"),
+    ]
+    models = dict.fromkeys(name.partition(", ")[0] for name in found["speeds"])
+    assert list(models) == [model for model in MODELS if model != REAL_PAIR]
+    parts = {name for names in found.values() for name in names}
+    assert {prediction.part for prediction in PREDICTIONS if "products" not in prediction.part} <= parts | {
+        f"{model}, {way} at 32" for model in models for way in ("plain", "full blocks")
+    }
     assert len(found["operators"]) > 30 and len(found["equality"]) == 41
     assert {"copy", "matmul"} < set(found["roofline"])
     assert len(found["operators"]) == len(set(found["operators"]))

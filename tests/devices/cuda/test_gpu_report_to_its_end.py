@@ -160,7 +160,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sums_in_order: None) -
         (hazards, "HazardSizes", lambda: hazard_sizes),
         (roofline, "RooflineSizes", lambda: roofline_sizes),
         (random_weights, "BLOCK_SIZE", 4),
-        (profile, "WIDTHS", (None, 4)),
+        (speeds, "PROMPTS", (4, 9)),
         (profile, "ANSWER", 40),
         (profile, "STEPS", 1),
         (speeds, "REFILLS", 1),
@@ -190,19 +190,18 @@ roofline_sizes = roofline.RooflineSizes(copied=64, hidden=4, intermediate=4, qkv
 
 
 FIGURES: dict[str, tuple[str, str]] = {
-    "roofline": ("", "ms|TFLOP_s|weights_GB_s"),
     "operators": ("", "passed"),
     "equality": ("of", ""),
-    "speeds": (
-        "tok/s|steady tok/s|step ms|acceptance length|rows: steps|share of prompts|refilled tok/s|built in s",
-        "",
-    ),
-    "profile": ("step ms|kernels ms|launches", "us|launches|share"),
+    "speeds": ("found", ""),
+    "roofline": ("", "ms|TFLOP_s|weights_GB_s"),
     "engine": ("prompts|tokens|identical", ""),
     "step": ("step|launch|read|steps", ""),
     "collectives": ("found", ""),
 }
 """Section -> figures of each of its parts, and of each case."""
+
+
+SPEED = "tok/s|steady tok/s|tok/s at the mean length|step ms|acceptance length|rows: steps|share of prompts|built in s"
 
 
 def missing(rows: list[dict[str, Any]], keys: str) -> list[str]:
@@ -227,11 +226,15 @@ def test_a_whole_report_ends_with_every_figure_and_its_verdict(tiny, tmp_path, c
         assert not missing(results, of_parts) and not missing(cases, of_cases) and (cases or of_parts), name
     compared = [case for part in report["sections"]["operators"]["parts"] for case in part["result"]["cases"]]
     assert not missing([case for case in compared if "shape" in case], "relative|us")
-    for part in report["sections"]["profile"]["parts"]:
-        assert part["result"]["stages ms"].keys() == {*profile.STAGES, "gaps"} and part["result"]["kernels ms"] > 0
-    (plain, *drafted) = [part["result"] for part in report["sections"]["speeds"]["parts"]]
+    timed = {part["name"].partition(", ")[2]: part["result"] for part in report["sections"]["speeds"]["parts"]}
+    assert timed["prompts"].keys() == {"4 tokens, ms", "9 tokens, ms", "found"}
+    for way in ("plain", "full blocks"):
+        step = timed.pop(f"a step of {way} at 2")
+        assert step["stages ms"].keys() == {*profile.STAGES, "gaps"} and step["kernels ms"] > 0
+    (plain, *drafted) = [result for name, result in timed.items() if name.endswith(" at 2")]
+    assert not missing([plain, *drafted], SPEED)
     assert plain["acceptance length"] == 1 and all(result["acceptance length"] > 1.5 for result in drafted)
     end = page.verdict(report)
     assert len(end) <= page.VERDICT_CHARS
     assert [line.partition(":")[0].lower() for line in end.splitlines()[1:]] == list(FIGURES)
-    assert told.out == f"{(folder / 'gpu-report.md').read_text()}\n{end}\n"
+    assert told.out == f"{(folder / 'gpu-report.md').read_text()}\n{end}\n{page.figures(report)}\n"

@@ -16,11 +16,14 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
+from app.config.pairs import PAIRS
+from app.engine.checkpoint.files import find_folder
+from app.text.tokenizer import Tokenizer
 from tests import ROOT
 from tests.fast.check.patient import HANG, Patient
 from tests.fast.tools.tiny import TINY
-from tools.report import command, page, profile, runner
-from tools.report.part import Options
+from tools.report import command, page, predictions, profile, runner, speeds
+from tools.report.part import REAL_PAIR, Options
 from tools.report.runner import Program
 from tools.report.sections import SECTIONS
 
@@ -180,16 +183,16 @@ def test_when_a_sections_time_is_up_it_is_ended_and_when_all_is_nothing_is_begun
     monkeypatch.setattr(runner, "time", clock)
     monkeypatch.setattr(runner, "LineProcess", Process)
     tells = Program((), part=30.0, whole=4.0)
-    code, report = write({"speeds": tells, "equality": tells, "profile": tells}, tmp_path, limit=8.0)
+    code, report = write({"speeds": tells, "equality": tells, "roofline": tells}, tmp_path, limit=8.0)
     assert clock.seconds == 8.0
     for name in ("speeds", "equality"):
         first, *others = report["sections"][name]["parts"]
         assert first["result"] == SPEED
         assert [(part["name"], part["status"]) for part in others] == [("second", "not tried"), ("third", "not tried")]
-    assert [part["status"] for part in report["sections"]["profile"]["parts"]] == ["not tried"] and code == 0
+    assert [part["status"] for part in report["sections"]["roofline"]["parts"]] == ["not tried"] and code == 0
     page = (tmp_path / "gpu-report.md").read_text()
     assert "- Speeds: 1 ok, 2 not tried (second, third); first: 900 tok/s" in page
-    assert "- Profile: 1 not tried (profile)" in page and "| profile | not tried | no time was left |" in page
+    assert "- Roofline: 1 not tried (roofline)" in page and "| roofline | not tried | no time was left |" in page
     assert page.count("| third | not tried |") == 2
 
 
@@ -206,8 +209,8 @@ def test_all_of_it_takes_less_than_eight_minutes() -> None:
     sections = SECTIONS["cuda"]
     limits = [(section.part_seconds, section.all_seconds) for section in sections.values()]
     assert runner.GPU_SECONDS < 8 * 60 and all(part <= whole for part, whole in limits)
-    assert runner.GPU_SECONDS - sum(whole for _, whole in limits[:3]) > 120
-    assert list(sections)[3] == "speeds" and command.about(Options("cuda"))["limit"] == runner.GPU_SECONDS
+    assert runner.GPU_SECONDS - sum(whole for _, whole in limits[:2]) >= 220
+    assert list(sections)[2] == "speeds" and command.about(Options("cuda"))["limit"] == runner.GPU_SECONDS
 
 
 @pytest.mark.exhaustive
@@ -260,25 +263,76 @@ def test_the_options_reach_the_process_of_a_section(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(runner, "report", noted)
     monkeypatch.setattr(command, "check_gpu", lambda options: None)
     flags = ["--concurrency", "1", "8", "--prompt", "9", "--answer", "7", "--rounds", "2", "--model", "qwen3-4b"]
-    assert command.main(["--device", "cuda", *flags]) == 0
+    assert command.main(["--device", "cuda", *flags, "--real-pair", "a.gguf", "smollm2"]) == 0
     assert asked[0][:2] == ("cuda", Path("gpu-report"))
-    wishes = {"device": "cuda", "model": "qwen3-4b", "concurrency": [1, 8], "prompt": 9, "answer": 7, "rounds": 2}
-    wishes |= {"sections": [], "seconds": None}
+    wishes = {"device": "cuda", "models": ["qwen3-4b", "real pair"], "real_pair": ["a.gguf", "smollm2"]}
+    wishes |= {"concurrency": [1, 8], "prompt": 9, "answer": 7, "rounds": 2, "sections": [], "seconds": None}
     assert asked[0][2] == ["speeds", json.dumps(wishes)]
 
 
 def test_sections_that_are_named_are_made_in_that_order_within_the_seconds_given() -> None:
-    options, _ = command.parse(["--device", "cuda", "--sections", "profile,speeds,step", "--seconds", "480"])
-    assert list(command.sections(options)) == ["profile", "speeds", "step"]
+    options, _ = command.parse(["--device", "cuda", "--sections", "roofline,speeds,step", "--seconds", "480"])
+    assert list(command.sections(options)) == ["roofline", "speeds", "step"]
     assert command.about(options)["limit"] == 480.0
 
 
 def test_the_verdict_is_the_end_of_the_output_and_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     long = f"('one', lambda: {{'found': {'x' * 9000!r}, 'cases': [{{'a': 1}}] * 50}})"
-    _, report = write({"speeds": section(f"[{long}]"), "profile": section(f"[{long}]")}, tmp_path)
+    _, report = write({"speeds": section(f"[{long}]"), "roofline": section(f"[{long}]")}, tmp_path)
     out = capsys.readouterr().out
     end = page.verdict(report)
-    assert out.endswith(f"{end}\n") and len(end) <= page.VERDICT_CHARS and "Profile: 1 ok; one: xxx" in end
+    assert (
+        out.endswith(f"{end}\n{page.figures(report)}\n")
+        and len(end) <= page.VERDICT_CHARS
+        and "Roofline: 1 ok; one: xxx" in end
+    )
+
+
+def test_wrong_results_come_first_and_predictions_with_what_was_measured_last() -> None:
+    wrong = {"name": "norm", "status": "failed", "result": {"cases": [{"shape": "[2]", "passed": False}]}}
+    broken = {"name": "rope", "status": "failed", "result": {}, "error": {"says": "its process ended"}}
+    speed = {"name": "qwen3-8b, plain at 1", "status": "ok", "result": {"tok/s at the mean length": 107.0}}
+    sections = {"operators": {"parts": [wrong, broken]}, "speeds": {"parts": [speed]}}
+    about = {"report": "gpu-report", "server": "v", "time": "now", "device": "cuda", "failed": 2}
+    told = page.page(about | {"sections": sections})
+    first, *_, last = told.split("\n## ")[1:]
+    assert first.startswith("Wrong\n") and "| operators | norm | - | [2] | **NO** |" in first
+    assert "| operators | rope | its process ended |" in first and "speeds" not in first.split("The CUDA code")[0]
+    assert last.startswith("Figures\n")
+    assert "| qwen3-8b, plain at 1: tok/s at the mean length | 214 | model | 107 | 0.5 |" in last
+    assert "| qwen3-8b, plain at 32: tok/s at the mean length | 5315 | model | - | - |" in last
+    assert "## Wrong" not in page.page(about | {"sections": {"speeds": {"parts": [speed]}}})
+
+
+def test_the_page_of_cuda_has_the_predictions() -> None:
+    told = [{name: row[name] for name in ("figure", "predicted", "by")} for row in predictions.rows({"sections": {}})]
+    assert page.table(told) in (ROOT / "docs" / "cuda.md").read_text(encoding="utf-8")
+
+
+def test_the_questions_are_those_of_the_real_pairs_tokenizer() -> None:
+    if PAIRS["smollm2"].missing:
+        pytest.skip(f"{PAIRS['smollm2'].missing} brings its tokenizer")
+    tokenizer = Tokenizer(find_folder("smollm2", "target"))
+    questions = json.loads(speeds.QUESTIONS.read_text(encoding="utf-8"))
+    assert len(questions) == 32
+    for question, ids in questions.items():
+        text = tokenizer.chat_template.render([{"role": "user", "content": question}])
+        assert list(tokenizer.encode(text, add_special_tokens=False)) == ids
+
+
+@pytest.mark.exhaustive
+def test_the_real_pair_answers_questions_like_its_target_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, without a tokenizer."""
+    if PAIRS["smollm2"].missing:
+        pytest.skip(f"{PAIRS['smollm2'].missing} brings its target")
+    monkeypatch.setattr(speeds, "QUESTION_TOKENS", 12)
+    monkeypatch.setattr(speeds.profile, "STEPS", 1)
+    options = Options("cpu", [REAL_PAIR], ["smollm2", "smollm2"], (4,))
+    found = {part.name: part.run() for part in speeds.parts(options, 0.0) if "a step" not in part.name}
+    assert list(found) == [f"real pair, {way} at 4" for way in ("plain", "full blocks", "auto")]
+    plain, blocks, _ = found.values()
+    assert plain["acceptance length"] == 1 and blocks["acceptance length"] > 1.5
+    assert blocks["of"] == 32 and blocks["texts like plain ones"] >= 28
 
 
 @pytest.mark.exhaustive
@@ -290,19 +344,24 @@ def test_engines_are_built_compared_and_timed_on_a_bare_image(tmp_path: Path) ->
         "import json\n"
         "import time\n"
         "from tools.report import equality, speeds as ways\n"
+        "from tools.report.part import Options\n"
         f"model = {str(tmp_path / 'tiny.json')!r}\n"
         "from tests.fast.engine.device_lengths import device_lengths\n"
         "with device_lengths():\n"
         "    tiny = json.loads(open(model).read())\n"
         "    equal = [part.run() for part in equality.parts_of(tiny, equality.WAYS, 'cpu', 10, 'dense')]\n"
-        "    loads = [ways.Load(1, 8, 20), ways.Load(2, 8, 20)]\n"
-        "    timed = ways.parts_of(model, loads, 'cpu', 2, time.monotonic() + 600)\n"
-        "    speeds = [part.run() for part in timed]\n"
-        "    speeds += [ways.parts_of(model, loads, 'cpu', 2, 0.0)[0].run()]\n"
-        "print(json.dumps([equal, speeds]))\n"
+        "    ways.PROMPTS, ways.profile.ANSWER = (8, 30), 100\n"
+        "    wishes = Options('cpu', [model], (), (1, 2), 8, 20, 2)\n"
+        "    timed = {part.name: part.run for part in ways.parts(wishes, time.monotonic() + 600)}\n"
+        "    speeds = [run() for name, run in timed.items() if ' at ' in name and 'a step' not in name]\n"
+        "    alone = [run() for name, run in timed.items() if 'prompts' in name or 'a step' in name]\n"
+        "    speeds += [ways.parts(wishes, 0.0)[0].run()]\n"
+        "print(json.dumps([equal, speeds, alone]))\n"
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    equal, speeds = json.loads(done.stdout)
+    equal, speeds, (prompts, *steps) = json.loads(done.stdout)
+    assert 0 < prompts["8 tokens, ms"] < prompts["30 tokens, ms"] * 10
+    assert len(steps) == 2 and all(step["kernels ms"] > 0 for step in steps)
     assert [row.get("passed") for row in equal] == [None, True, None, True, None, True, True, None, True, None, True]
     assert all(row["of"] == 6 * 10 and row.get("tokens alike", 6 * 10) == 6 * 10 for row in equal)
     *speeds, hurried = speeds

@@ -20,7 +20,7 @@ from app.engine.device.probe import Finding, failed, ok
 from tests import ROOT
 from tests.costs import fast_ones
 from tools.lab.random_weights import NAMES
-from tools.report import command, runner
+from tools.report import command, part, runner
 from tools.report.part import Options
 from tools.report.runner import Program
 
@@ -71,7 +71,7 @@ def no_room(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
         ("--model qwen3-8c", "--model qwen3-8c: there is neither such a name nor such a file"),
         ("--device gpu", "--device gpu: a report is on npu or cuda"),
         ("--device npu:x", "--device npu:x: a report is on npu or cuda"),
-        ("--device npu:1 --model qwen3-4b --rounds 1", "--model, --rounds: only a report on a GPU takes this"),
+        ("--device npu:1 --model qwen3-4b --rounds 2", "--model, --rounds: only a report on a GPU takes this"),
         ("here", "here"),
         ("--bogus", "--bogus"),
     ],
@@ -93,7 +93,7 @@ def test_a_report_asks_for_its_device(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_the_names_of_models_are_the_laboratorys() -> None:
-    assert command.MODELS == NAMES
+    assert command.NAMES == NAMES and set(part.MODELS) - {part.REAL_PAIR} < set(NAMES)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +149,10 @@ def test_an_earlier_report_in_the_folder_is_kept_and_the_two_do_not_mix(tmp_path
     os.utime(tmp_path / "gpu-report.json", (1e9, 1e9))
     os.utime(tmp_path / "gpu-report.md", (1e9, 1e9))
     before = {suffix: (tmp_path / f"gpu-report.{suffix}").read_text() for suffix in ("json", "md")}
-    assert write(tmp_path, "profile") == 0
+    assert write(tmp_path, "roofline") == 0
     for suffix, text in before.items():
         assert (tmp_path / f"gpu-report-20010909-014640.{suffix}").read_text() == text
-    assert list(json.loads((tmp_path / "gpu-report.json").read_text())["sections"]) == ["profile"]
+    assert list(json.loads((tmp_path / "gpu-report.json").read_text())["sections"]) == ["roofline"]
     assert "Speeds" not in (tmp_path / "gpu-report.md").read_text()
     assert "an earlier report is kept: " in capsys.readouterr().err and len(list(tmp_path.iterdir())) == 4
 
@@ -178,9 +178,9 @@ def test_a_disk_that_fills_up_ends_no_measurement_and_the_output_has_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     no_room(monkeypatch, after=4)
-    assert write(tmp_path, "speeds", "profile") == 1
+    assert write(tmp_path, "speeds", "roofline") == 1
     told = capsys.readouterr()
-    assert "## Speeds" in told.out and "## Profile" in told.out and told.out.count("| one | ok |") == 2
+    assert "## Speeds" in told.out and "## Roofline" in told.out and told.out.count("| one | ok |") == 2
     assert told.err.count("No space left on device; the report goes on") == 1
     assert told.err.splitlines()[-1].endswith("only the output above has it")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["gpu-report.json", "gpu-report.md"], "no half file"
