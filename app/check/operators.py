@@ -32,7 +32,7 @@ from app.engine.device.comparison import (
 from app.engine.device.moe import ExpertWeights, MoeConfig
 from app.engine.device.probe import Finding, failed, ok
 from app.engine.device.recurrent import GatedDeltaStep, GatedDeltaWeights, LayerState
-from app.engine.quantised import QuantisedWeight, Weight
+from app.engine.quantised import FP4_BLOCK, ExpertWeight, PackedFp4, QuantisedWeight, Weight
 
 EPS = 1e-6
 FLOAT32_BYTES = 4
@@ -41,6 +41,9 @@ WINDOW = 100
 HINT = "do not serve on it; with versions that belong together, report this output"
 E4M3_GROUP, E4M3_MAX = 128, 448.0
 EXPERTS = MoeConfig(16, 4, intermediate_size=256, norm_topk_prob=True)
+GPT_OSS = replace(EXPERTS, intermediate_size=288, has_bias=True, swiglu_limit=7.0)
+GPT_OSS_HIDDEN = 736
+"""Like 2880, whole blocks of mxfp4, and no whole tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,7 @@ def cases(extent: Extent) -> dict[str, list[Case]]:
             made["linear"].append(Case(f"{[n, hidden, inner]} in {name}", product, loose, weight_bytes // 2))
             mixture = partial(_moe, rows=n, hidden=hidden, moe=extent.experts, name=name)
             made["moe"].append(Case(f"{[n, hidden]} in {name}", mixture, FORMATS[name].of_experts * loose))
+        made["moe"].append(Case(f"{[n, GPT_OSS_HIDDEN]} in mxfp4", partial(_moe_in_mxfp4, rows=n), loose))
         for _, kv, d in extent.heads:
             add("write_kv", _write_kv, n, kv, d, page)
         for h, d in sorted({(heads, dim) for heads, _, dim in extent.heads}):
@@ -209,6 +213,25 @@ def experts(at: Inputs, hidden: int, moe: MoeConfig, name: str = "") -> ExpertWe
 
     router = at.normal(count, hidden, scale=hidden**-0.5).float()
     return ExpertWeights(router, packed(2 * inner, hidden), packed(hidden, inner))
+
+
+def _moe_in_mxfp4(at: Inputs, rows: int) -> Prepared:
+    """Compare experts like gpt-oss's, which stay packed if this backend multiplies by them so."""
+    count, inner, hidden = GPT_OSS.num_experts, GPT_OSS.intermediate_size, GPT_OSS_HIDDEN
+
+    def drawn(out: int, columns: int) -> ExpertWeight:
+        blocks = columns // FP4_BLOCK
+        data, scales = at.integers(0, 256, count, out, columns // 2), at.integers(119, 122, count, blocks, out)
+        weight = PackedFp4(data.to(torch.uint8), scales.to(torch.uint8), at.dtype, 0, columns)
+        if at.backend.multiplies(weight):
+            return weight
+        return at.backend.empty_experts(at.normal(1), count, out, columns).copy_(weight.dequantised())
+
+    x, gate_up, down = at.normal(rows, hidden), drawn(2 * inner, hidden), drawn(hidden, inner)
+    shapes = (count, hidden), (count,), (count, 2 * inner), (count, hidden)
+    router, *biases = (at.normal(*shape).float() for shape in shapes)
+    weights = ExpertWeights(router, gate_up, down, *biases)
+    return lambda: at.backend.moe(x, weights, GPT_OSS)
 
 
 def _linear(at: Inputs, rows: int, hidden: int, width: int, name: str = "") -> Prepared:
