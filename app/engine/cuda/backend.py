@@ -18,7 +18,7 @@ from app.engine.device.base import AttentionMask, AttentionMetadata, Defaults, G
 from app.engine.device.moe import ExpertWeights, MoeConfig, mixture
 from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
-from app.engine.quantised import ExpertWeight, PackedFp4, QuantisedWeight, Rows, Weight, plain
+from app.engine.quantised import PackedFp4, QuantisedWeight, Rows, Weight, plain
 
 DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS")
 """Parts of messages after which no other call of the process can use the device."""
@@ -131,19 +131,13 @@ class CudaBackend(TorchBackend):
 
     def moe(self, x: Rows, weights: ExpertWeights, config: MoeConfig) -> Tensor:
         """Return `Backend.moe`. PyTorch's grouped product takes only bfloat16, and serves many rows of an expert."""
-        x = plain(x)
-        if isinstance(weights.gate_up, PackedFp4) or isinstance(weights.down, PackedFp4):
-            return experts.mixture(x, weights, config, fp4.multiply)
-        few = (
-            FEW_ROWS if isinstance(weights.gate_up, Tensor) else 4 * FEW_ROWS
-        )  # cuBLAS would need all experts dequantised
-        if x.dtype == torch.bfloat16 and len(x) * config.num_experts_per_tok > few * config.num_experts:
-            return mixture(x, weights, config, self.grouped, experts.routed)
+        both = weights.gate_up, weights.down
+        if any(isinstance(weight, PackedFp4) for weight in both):
+            return experts.mixture(plain(x), weights, config, fp4.multiply)
+        many = x.shape[0] * config.num_experts_per_tok > FEW_ROWS * config.num_experts
+        if many and all(isinstance(weight, Tensor) for weight in both) and plain(x).dtype == torch.bfloat16:
+            return mixture(plain(x), weights, config, route_rows=experts.routed)
         return experts.mixture(x, weights, config)
-
-    def grouped(self, x: Tensor, weight: ExpertWeight, ends: Tensor) -> Tensor:
-        assert not isinstance(weight, PackedFp4)
-        return super().grouped(x, products.dense(weight), ends)
 
     add_shared_expert = staticmethod(experts.add_shared_expert)
     commit_and_verify = staticmethod(gated_delta.commit_and_verify)

@@ -1,8 +1,8 @@
-"""A mixture of experts in Triton: the choice of experts, and for few rows an expert both products of their MLPs.
+"""A mixture of experts in Triton: the choice of experts, and both products of their MLPs.
 
-Pairs of a row and an expert are sorted by expert. A tile has up to BLOCK_M pairs of one expert, so a weight is read
-once for all of them. The number of tiles follows from tensor shapes, so a graph can hold a launch. A spare tile ends
-at once.
+Pairs of a row and an expert are sorted by expert. A tile has up to 16 pairs of one expert, or more if experts have
+many, so a weight is read once for all of them. The number of tiles follows from tensor shapes, so a graph can hold a
+launch. A spare tile ends at once.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from app.engine.cuda import eight_bits
+from app.engine.cuda.eight_bits import GROUP, share_of, store_in_8_bits
 from app.engine.cuda.launch import INTERPRETED, MAX_TILES, counters, dot_size, items_per_program, operand
-from app.engine.cuda.products import depth_of, widened
 from app.engine.device.base import ExpertWeights
 from app.engine.device.moe import SWIGLU_ALPHA, MoeConfig, Routing
-from app.engine.quantised import Rows, Weight, plain
+from app.engine.quantised import ExpertWeight, QuantisedRows, QuantisedWeight, Rows, Weight, plain
 
-BLOCK_M = tl.constexpr(16)
-"""Pairs of a tile: the least number of rows of Triton's matrix product."""
+FEW_ROWS = 32
+"""Average rows of an expert up to which tiles have 16 pairs. Larger ones took half as long again at 8 on an H200."""
 ROUTER_ROWS, ROUTER_EXPERTS, ROUTER_DEPTH = 16, 64, 64
 """Rows, experts and numbers of K of a tile of the router's product."""
 ROUTER_SPLITS = 8
@@ -27,15 +28,14 @@ MANY_TILES = 128
 """Tiles of the router's product, without splits of K, that occupy a GPU."""
 
 
-def mixture(
-    x: Tensor, weights: ExpertWeights, config: MoeConfig, product: Callable[..., Tensor] | None = None
-) -> Tensor:
+def mixture(x: Rows, weights: ExpertWeights, config: MoeConfig, product: Callable[..., Rows] | None = None) -> Tensor:
     """Return `Backend.moe`, by `multiply` or a `product` like it."""
-    of_pairs: Callable[..., Tensor] = product or multiply
-    routing = routed(x, weights, config)
-    gated = of_pairs(x, weights.gate_up, weights.gate_up_bias, routing, None, config)
+    of_pairs: Callable[..., Rows] = product or multiply
+    rows = plain(x)
+    routing = routed(rows, weights, config)
+    gated = of_pairs(x, weights.gate_up, weights.gate_up_bias, routing, None, config, weights.down)
     out = of_pairs(gated, weights.down, weights.down_bias, routing, routing.shares, config)
-    return out.view(-1, config.num_experts_per_tok, x.shape[1]).sum(dim=1)
+    return plain(out).view(-1, config.num_experts_per_tok, rows.shape[1]).sum(dim=1)
 
 
 def routed(x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Routing:
@@ -80,31 +80,87 @@ def routed(x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Routing:
 
 
 def multiply(
-    x: Tensor, w: Weight, bias: Tensor | None, routing: Routing, shares: Tensor | None, config: MoeConfig
-) -> Tensor:
-    """Return the SwiGLU of all pairs in sorted order, or with `shares` the weighted outputs in the order of pairs."""
-    data, scales = (w, None) if isinstance(w, Tensor) else (w.data, w.scales)
-    num_pairs, columns = len(routing.order), data.shape[1] // (2 if shares is None else 1)
-    out = x.new_empty(num_pairs, columns)
-    # Each expert that has pairs may have one tile that is not full.
-    tiles = min(num_pairs, min(num_pairs, config.num_experts) + num_pairs // BLOCK_M.value)
+    x: Rows,
+    w: Weight,
+    bias: Tensor | None,
+    routing: Routing,
+    shares: Tensor | None,
+    config: MoeConfig,
+    reader: ExpertWeight | None = None,
+) -> Rows:
+    """Return the SwiGLU of all pairs in sorted order, or with `shares` the weighted outputs in the order of pairs.
+
+    The result is in 8 bits if `w` and the `reader` that multiplies it are.
+    """
+    if isinstance(w, QuantisedWeight):
+        return _multiply8(x, w, bias, routing, shares, config, reader)
+    num_pairs, columns = len(routing.order), w.shape[1] // (2 if shares is None else 1)
+    out = w.new_empty(num_pairs, columns)
     block_n = triton.next_power_of_2(columns) if INTERPRETED else 32 if shares is None else 64
-    depth = triton.next_power_of_2(x.shape[1]) if INTERPRETED else 64
-    tensors = x, data, scales, bias, out, routing.order, routing.ends, shares
-    expert_rows[tiles, triton.cdiv(columns, block_n)](
-        *tensors,
-        IN=x.shape[1],
+    expert_rows[_tiles(num_pairs, config, 16), triton.cdiv(columns, block_n)](
+        plain(x),
+        w,
+        bias,
+        out,
+        routing.order,
+        routing.ends,
+        shares,
+        IN=w.shape[2],
         OUT=columns,
         TOP_K=config.num_experts_per_tok,
         EXPERTS=config.num_experts,
         LIMIT=config.swiglu_limit or 0.0,
         ALPHA=SWIGLU_ALPHA,
-        GROUPS=1 if scales is None else scales.shape[2],
+        BLOCK_M=16,
         BLOCK_N=block_n,
-        BLOCK_K=depth if isinstance(w, Tensor) else depth_of(w.group, 128),
+        BLOCK_K=triton.next_power_of_2(w.shape[2]) if INTERPRETED else 64,
         num_stages=4,
     )
     return out
+
+
+def _multiply8(
+    x: Rows,
+    w: QuantisedWeight,
+    bias: Tensor | None,
+    routing: Routing,
+    shares: Tensor | None,
+    config: MoeConfig,
+    reader: ExpertWeight | None,
+) -> Rows:
+    if isinstance(x, Tensor) or x.data.dtype != w.data.dtype:
+        x = eight_bits.quantised(plain(x), w.data.dtype)
+    num_pairs, columns = len(routing.order), w.data.shape[1] // (2 if shares is None else 1)
+    kind = reader.data.dtype if isinstance(reader, QuantisedWeight) else w.dtype
+    out = torch.empty(num_pairs, columns, dtype=kind, device=w.data.device)
+    scales = None
+    if isinstance(reader, QuantisedWeight):
+        scales = torch.empty(columns // GROUP.value, num_pairs, dtype=torch.float32, device=w.data.device)
+    block_m = 16 if num_pairs <= FEW_ROWS * config.num_experts else 32 if shares is None else 64
+    expert_rows8[_tiles(num_pairs, config, block_m), triton.cdiv(columns, GROUP.value)](
+        x.data,
+        x.scales,
+        x.scales.stride(0),
+        w.data,
+        w.scales,
+        bias,
+        out,
+        scales,
+        num_pairs,
+        routing.order,
+        routing.ends,
+        shares,
+        IN=w.data.shape[2],
+        OUT=columns,
+        TOP_K=config.num_experts_per_tok,
+        EXPERTS=config.num_experts,
+        LIMIT=config.swiglu_limit or 0.0,
+        ALPHA=SWIGLU_ALPHA,
+        BLOCK_M=block_m,
+        num_warps=8,
+        num_stages=3,
+    )
+    return out if scales is None else QuantisedRows(out, scales)
 
 
 def add_shared_expert(out: Tensor, shared: Tensor, x: Rows, gate: Tensor) -> Tensor:
@@ -115,6 +171,11 @@ def add_shared_expert(out: Tensor, shared: Tensor, x: Rows, gate: Tensor) -> Ten
         out, shared, plain(x).contiguous(), gate, result, num_rows, SIZE=size, ROWS=rows
     )
     return result
+
+
+def _tiles(num_pairs: int, config: MoeConfig, size: int) -> int:
+    """Return the most tiles of `size` pairs: each expert that has pairs may have one that is not full."""
+    return min(num_pairs, min(num_pairs, config.num_experts) + num_pairs // size)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -266,7 +327,6 @@ def expert_of(tile, order_ptr, ends_ptr, EXPERTS: tl.constexpr, ROWS: tl.constex
 def expert_rows(
     x_ptr,
     weight_ptr,
-    scales_ptr,
     bias_ptr,
     out_ptr,
     order_ptr,
@@ -278,15 +338,14 @@ def expert_rows(
     EXPERTS: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
-    GROUPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Compute BLOCK_N columns of a tile of pairs.
 
     Without shares a pair reads its row of x, and the SwiGLU goes to the pair's index in sorted order. With shares a
-    pair reads that index, and its output times its share goes to the pair's row of [T, TOP_K]. A weight in
-    8 bits has scales [EXPERTS, GROUPS, its rows], one for IN / GROUPS numbers of a row.
+    pair reads that index, and its output times its share goes to the pair's row of [T, TOP_K].
     """
     GATE: tl.constexpr = share_ptr is None
     WIDTH: tl.constexpr = 2 * OUT if GATE else OUT
@@ -304,12 +363,11 @@ def expert_rows(
         inside = dims < IN
         x = tl.load(x_ptr + source[:, None] * IN + dims[None, :], mask=is_row[:, None] & inside[None, :], other=0.0)
         offset, is_weight = rows[None, :] * IN + dims[:, None], is_column[None, :] & inside[:, None]
-        scale = (expert * GROUPS + block * GROUPS // IN) * WIDTH + columns
         weight = tl.load(weight_ptr + offset, mask=is_weight, other=0.0)
-        acc += product(x, weight, scales_ptr, scale, is_column)
+        acc = tl.dot(operand(x), operand(weight), acc, input_precision="tf32x3")
         if GATE:
             weight = tl.load(weight_ptr + offset + OUT * IN, mask=is_weight, other=0.0)
-            up += product(x, weight, scales_ptr, scale + OUT, is_column)
+            up = tl.dot(operand(x), operand(weight), up, input_precision="tf32x3")
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + rows, mask=is_column, other=0.0).to(tl.float32)[None, :]
     if GATE:
@@ -324,6 +382,65 @@ def expert_rows(
     tl.store(out_ptr + target[:, None] * OUT + columns[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["x_stride", "out_stride"])
+def expert_rows8(
+    x_ptr,
+    x_scales_ptr,
+    x_stride,
+    weight_ptr,
+    weight_scales_ptr,
+    bias_ptr,
+    out_ptr,
+    out_scales_ptr,
+    out_stride,
+    order_ptr,
+    ends_ptr,
+    share_ptr,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Compute 128 columns of a tile of pairs, like `expert_rows`, of numbers in 8 bits.
+
+    Scales are [IN / 128, x_stride] of X, [EXPERTS, IN / 128, their rows] of weights, and [OUT / 128, out_stride] of a
+    result in 8 bits. Rows of weights are the wide side of the tile. A tile has those of the gate and, below, of up.
+    """
+    GATE: tl.constexpr = share_ptr is None
+    WIDTH: tl.constexpr = 2 * OUT if GATE else OUT
+    expert, index, is_row, pair = expert_of(tl.program_id(0), order_ptr, ends_ptr, EXPERTS, BLOCK_M)
+    if expert >= EXPERTS:
+        return
+    source = pair // TOP_K if GATE else index.to(tl.int64)
+    first = tl.program_id(1) * GROUP
+    of_tile = tl.arange(0, 2 * GROUP if GATE else GROUP)
+    column = first + of_tile % GROUP
+    is_column = column < OUT
+    row = column + of_tile // GROUP * OUT
+    depth = tl.arange(0, GROUP)
+    x = x_ptr + source[None, :] * IN + depth[:, None]
+    w = weight_ptr + (expert.to(tl.int64) * WIDTH + row)[:, None] * IN + depth[None, :]
+    w_scales = weight_scales_ptr + expert.to(tl.int64) * (IN // GROUP * WIDTH) + row
+    acc = share_of(x, x_scales_ptr + source, w, w_scales, x_stride, WIDTH, is_row, is_column, 0, IN // GROUP)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + expert * WIDTH + row, mask=is_column, other=0.0).to(tl.float32)[:, None]
+    if GATE:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [2, GROUP, BLOCK_M]), (1, 2, 0)))
+        out, target = tl.trans(swiglu(gate, up, LIMIT, ALPHA)), index.to(tl.int64)
+    else:
+        out, target = tl.trans(acc * tl.load(share_ptr + pair, mask=is_row, other=0.0)[None, :]), pair
+    if out_scales_ptr is not None:
+        last = tl.max(tl.where(is_row, index, 0), 0)
+        store_in_8_bits(out, index, first, out_ptr, out_scales_ptr, last + 1, out_stride, OUT)
+    else:
+        columns = first + depth
+        inside = is_row[:, None] & (columns < OUT)[None, :]
+        tl.store(out_ptr + target[:, None] * OUT + columns[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
 @triton.jit
 def swiglu(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
     """Return `device.moe.gated` of tiles in fp32. LIMIT 0 clips nothing."""
@@ -334,15 +451,6 @@ def swiglu(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
     else:
         out = gate / (1.0 + tl.exp(-gate)) * up
     return out
-
-
-@triton.jit
-def product(x, weight, scales_ptr, scale, is_column):
-    """Return the product of two tiles in fp32, whose columns are multiplied by their `scale` if there are some."""
-    sums = tl.dot(operand(x), widened(weight, x.dtype), input_precision="tf32x3")
-    if scales_ptr is not None:
-        sums *= tl.load(scales_ptr + scale, mask=is_column, other=0.0)[None, :]
-    return sums
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -16,7 +16,7 @@ from app.engine.cuda import experts
 from app.engine.cuda.experts import expert_of, swiglu
 from app.engine.cuda.launch import INTERPRETED, UPCAST, operand
 from app.engine.device.moe import SWIGLU_ALPHA, MoeConfig, Routing
-from app.engine.quantised import ExpertWeight, PackedFp4
+from app.engine.quantised import ExpertWeight, PackedFp4, Rows, plain
 
 LARGEST_SCALE = 128
 """e8m0 up to which a scale times 2^126 is a number of bfloat16: 2^1. Scales of trained weights are below 2^0."""
@@ -62,16 +62,18 @@ FEW, MANY = Tiles(16, 64, 128, 4, 4), Tiles(64, 128, 128, 8, 3)
 
 
 def multiply(
-    x: Tensor,
+    x: Rows,
     w: ExpertWeight,
     bias: Tensor | None,
     routing: Routing,
     shares: Tensor | None,
     config: MoeConfig,
-) -> Tensor:
-    """Return `experts.multiply`, also of a packed weight."""
+    reader: ExpertWeight | None = None,
+) -> Rows:
+    """Return `experts.multiply`, also of a packed weight, whose result is plain."""
     if not isinstance(w, PackedFp4):
-        return experts.multiply(x, w, bias, routing, shares, config)
+        return experts.multiply(x, w, bias, routing, shares, config, reader)
+    x = plain(x)
     num_pairs, columns = len(routing.order), w.data.shape[1] // (2 if shares is None else 1)
     out = x.new_empty(num_pairs, columns)
     tile = FEW if num_pairs <= FEW.pairs * config.num_experts else MANY

@@ -163,7 +163,7 @@ def launch_products_in_8_bits(backend: CudaBackend, config: dict[str, Any]) -> N
 
 
 def launch_quantised_experts(backend: CudaBackend) -> None:
-    """Experts of Qwen3-30B-A3B in blocks of 128 and with a scale a row, and dequantised for many rows."""
+    """Experts of Qwen3-30B-A3B in blocks of 128 and with a scale a row, of few rows each and of many."""
     hidden, moe = EXPERTS[0]
     router = empty(moe.num_experts, hidden, dtype=torch.float32)
     shapes = [(moe.num_experts, 2 * moe.intermediate_size, hidden), (moe.num_experts, hidden, moe.intermediate_size)]
@@ -173,7 +173,7 @@ def launch_quantised_experts(backend: CudaBackend) -> None:
             scales = empty(count, out, size // (groups or size), dtype=torch.float32)
             weight = QuantisedWeight(empty(count, out, size, dtype=kind), scales, torch.bfloat16)
             weights.append(backend.pack_quantised(weight))
-        for rows in (1, 16, 256, 257):
+        for rows in (1, 16, 1024):
             backend.moe(empty(rows, hidden), ExpertWeights(router, *weights), moe)
 
 
@@ -321,7 +321,7 @@ def report(models: list[str]) -> Iterator[dict[str, Any]]:
             kernel = compiled.pop()
             if kernel.hash not in seen:
                 seen.add(kernel.hash)
-                loop = {"loop": multiplying_loop(kernel)} if model == "eight bits" else {}
+                loop = {"loop": multiplying_loop(kernel)} if model in ("eight bits", "quantised") else {}
                 yield {"model": model} | resources(kernel) | loop
 
 

@@ -31,7 +31,8 @@ from app.engine.core import EngineCore
 from app.engine.cuda import integers
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.launch import counters
-from app.engine.device.base import AttentionMetadata, Graph
+from app.engine.device.base import AttentionMetadata, ExpertWeights, Graph
+from app.engine.device.moe import MoeConfig
 from app.engine.device.torch import RerunGraph
 from app.engine.load.loader import CheckpointWeights
 from app.engine.models.layers import StepRows
@@ -39,6 +40,7 @@ from app.engine.models.qwen3_5 import HybridLayer, TextWeights
 from app.engine.models.recurrent_rows import RecurrentRows, prompt_rows, sequence_rows
 from app.engine.models.state_pool import StatePool
 from app.engine.models.weights import LayerSource
+from app.engine.quantised import QuantisedRows, QuantisedWeight, Rows, Weight
 from app.engine.sampling.metadata import GRAPH_KINDS, Kind
 from app.engine.schedule.batch import Batch, StepResult
 from app.engine.step.runner import PendingStep
@@ -61,6 +63,7 @@ REWRITES = {"DFlash2": as_dflash2, "DSpark": in_deepspec_layout_with("vanilla")}
 """Other kinds of draft."""
 DRAW_HEAD = "| a draw by | launches | with penalties |"
 RECURRENT_HEAD = "| a Gated DeltaNet layer in a step of | launches |"
+EXPERTS_HEAD = "| experts of a layer | few rows each | many |"
 FILTERS = {"": "temperature", "short": "and top-k to 128", "open": "and top-p or min-p alone"}
 Sizes = tuple[str, int, int]
 
@@ -244,6 +247,32 @@ def layer_in_8_bits(folder: Path) -> Counter[str]:
     return Counter({name: target[name] // 2 for name in LAYER if target[name] > 1})
 
 
+def mixture_rows() -> list[str]:
+    """Return the rows of a mixture of experts, for 16 rows and for many, on tensors without memory."""
+    backend, moe = CudaBackend(torch.device("cpu")), MoeConfig(8, 2, intermediate_size=128, norm_topk_prob=True)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def cell(rows: int, kind: torch.dtype | None) -> int:
+        weights: list[Weight] = [empty(8, 256, 128), empty(8, 128, 128)]
+        x: Rows = empty(rows, 128)
+        if kind:
+            weights = [
+                QuantisedWeight(empty(*w.shape, dtype=kind), empty(*w.shape[:2], 1), torch.bfloat16)
+                for w in weights
+                if isinstance(w, Tensor)
+            ]
+            x = QuantisedRows(empty(rows, 128, dtype=kind), empty(1, rows), empty(rows, 128))
+        counters(torch.device("meta"))
+        with launches() as found:
+            backend.moe(x, ExpertWeights(empty(8, 128), *weights), moe)
+        return found.total()
+
+    kinds = {"bfloat16": None, "8 bits, of rows that the norm has quantised": torch.float8_e4m3fn}
+    return [f"| {name} | {cell(16, kind)} | {cell(512, kind)} |" for name, kind in kinds.items()]
+
+
 def draw_rows(folder: Path) -> list[str]:
     """Return the rows of the graphs that draw after a target of 16 rows."""
     pair = make_pair(folder, num_layers=2, draft_layers=1, **SHAPE | {"taps": (0,)})
@@ -297,6 +326,7 @@ def main() -> None:
                 line, kept[line] = rows(Path(folder), num_seqs, step)
                 print(line, flush=True)
         print("", RECURRENT_HEAD, "|---" * 2 + "|", *recurrent_rows(Path(folder) / "hybrid"), sep="\n")
+        print("", EXPERTS_HEAD, "|---" * 3 + "|", *mixture_rows(), sep="\n")
         print("", DRAW_HEAD, "|---" * 3 + "|", *draw_rows(Path(folder)), "", sep="\n")
     for line, around in kept.items():
         print(line.split("|")[1], dict(around))

@@ -8,12 +8,14 @@ from tests import ROOT
 from tests.devices.cuda.launches import (
     BLOCK,
     DRAW_HEAD,
+    EXPERTS_HEAD,
     HEAD,
     RECURRENT_HEAD,
     STEPS,
     calls_of_steps,
     draw_rows,
     layer_in_8_bits,
+    mixture_rows,
     recurrent_rows,
     rows,
 )
@@ -35,6 +37,11 @@ def test_only_what_attention_returns_is_quantised_by_a_launch_of_its_own(tmp_pat
     assert layer["quantise"] == 1 and layer["product8"] == 4 and layer["norm"] == 2 and not layer["mm"]
     page = DOCS.read_text(encoding="utf-8")
     assert f"a layer in 8 bits {layer.total()}," in page, f"put {layer.total()} into docs/cuda.md"
+
+
+def test_the_table_of_experts_is_what_a_mixture_launches() -> None:
+    table = "\n".join([EXPERTS_HEAD, "|---" * 3 + "|", *mixture_rows()])
+    assert table in DOCS.read_text(encoding="utf-8"), f"put this into docs/cuda.md:\n{table}"
 
 
 def test_the_table_of_draws_is_what_captures_launch(tmp_path: Path) -> None:
