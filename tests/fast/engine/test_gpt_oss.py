@@ -235,14 +235,17 @@ class Named:
 
 @pytest.mark.parametrize(("name", "layers", "experts"), [("gpt-oss-20b", 24, 32), ("gpt-oss-120b", 36, 128)])
 def test_the_page_says_what_the_published_models_take(tmp_path: Path, name: str, layers: int, experts: int) -> None:
-    raw = TARGETS["gpt-oss-20b"] | {"num_hidden_layers": layers, "num_local_experts": experts, "layer_types": None}
+    raw = TARGETS["gpt-oss-20b"] | {"num_hidden_layers": 1, "num_local_experts": experts, "layer_types": None}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     named, backend = Named(), KeepsPacked(torch.device("meta"))
     target_class("gpt_oss")(target_config(raw), named, backend)
+    names = dict(named.stored)
+    for i in range(1, layers):
+        named.stored |= {name.replace("layers.0.", f"layers.{i}."): stored for name, stored in names.items()}
     named.write(tmp_path, shards=15)
     weights = CheckpointWeights(Checkpoint(tmp_path), CPU, torch.bfloat16)
     packed, wide = (weights.num_bytes(keeps, to_int8=False) for keeps in (backend.multiplies, lambda weight: False))
     plain = sum(math.prod(shape) * 2 for shape, dtype in named.stored.values() if dtype == torch.bfloat16)
-    assert packed == plain + backend.quantised_bytes
+    assert packed == plain + layers * backend.quantised_bytes
     page = " ".join((ROOT / "docs" / "cuda.md").read_text().split())
     assert f"{name} takes {packed / 2**30:.1f} GiB, and {wide / 2**30:.1f} in 16 bits" in page
