@@ -19,7 +19,7 @@ from app.engine.device.moe import SWIGLU_ALPHA, MoeConfig, Routing
 from app.engine.quantised import ExpertWeight, PackedFp4, Rows, plain
 
 LARGEST_SCALE = 128
-"""e8m0 up to which a scale times 2^126 is a number of bfloat16: 2^1. Scales of trained weights are below 2^0."""
+"""e8m0 up to which a scale times 2^126 is a number of bfloat16: 2^1. A weight with a larger one is widened at load."""
 E2M1 = tl.constexpr(
     """{ .reg .b32 u, v;
     shl.b32 u, $4, 12;
@@ -58,7 +58,7 @@ class Tiles(NamedTuple):
 
 
 FEW, MANY = Tiles(16, 64, 128, 4, 4), Tiles(64, 128, 128, 8, 3)
-"""The fastest of those measured on an H200, for up to 16 pairs an expert and for more."""
+"""The fastest of a prototype on an H200, for up to 16 pairs an expert on average and for more."""
 
 
 def multiply(
@@ -158,12 +158,12 @@ def expert_rows4(
             next_up = tl.load(scales + OUT, mask=is_scale, other=0)
             up = times(tl.load(w + OUT * BLOCKS * 8, mask=is_weight, other=0), up_scale, x0, x1, x2, x3, up)
         w += BLOCK_K // 4
-    biases = bias_ptr + first + columns[:, None]
     if bias_ptr is not None:
-        acc += tl.load(biases, mask=is_column, other=0.0).to(tl.float32)
+        bias_ptr += first + columns[:, None]
+        acc += tl.load(bias_ptr, mask=is_column, other=0.0).to(tl.float32)
     if GATE:
         if bias_ptr is not None:
-            up += tl.load(biases + OUT, mask=is_column, other=0.0).to(tl.float32)
+            up += tl.load(bias_ptr + OUT, mask=is_column, other=0.0).to(tl.float32)
         acc = swiglu(acc, up, LIMIT, ALPHA)
         target = index.to(tl.int64)[None, :]
     else:

@@ -118,7 +118,7 @@ def check_mixture(rows: int, hidden: int, moe: MoeConfig, *skipped: int) -> None
     noise, inner = torch.Generator().manual_seed(rows), moe.intermediate_size
     x = torch.randn(rows, hidden, generator=noise).to(BF16)
     shapes = (6, hidden), (6,), (6, 2 * inner), (6, hidden)
-    router, *biases = (torch.randn(*shape, generator=noise) for shape in shapes)
+    router, *biases = (torch.randn(*shape, generator=noise) for shape in (shapes if moe.has_bias else shapes[:1]))
     for first in skipped:
         packed = experts_of(2 * inner, hidden), experts_of(hidden, inner, first)
         dense = (replace(weight, dtype=torch.float32).dequantised() for weight in packed)
@@ -128,11 +128,11 @@ def check_mixture(rows: int, hidden: int, moe: MoeConfig, *skipped: int) -> None
         torch.testing.assert_close(found.float(), wanted, atol=3e-2 * float(wanted.abs().max()), rtol=3e-2)
 
 
-@pytest.mark.parametrize("limit", [None, 0.5], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"swiglu_limit": None, "has_bias": False}], ids=["gpt-oss", "plain"])
 @pytest.mark.parametrize("rows", [1, 30, 40])
-def test_a_mixture_is_that_of_the_numbers(rows: int, limit: float | None) -> None:
+def test_a_mixture_is_that_of_the_numbers(rows: int, changes: dict[str, Any]) -> None:
     """In tiles for few pairs and for many, with columns that end inside of a block, or begin there in a rank."""
-    check_mixture(rows, 72, replace(MOE, swiglu_limit=limit), 0, 8, 31)
+    check_mixture(rows, 72, replace(MOE, **changes), 0, 8, 31)
 
 
 @pytest.mark.parametrize("rows", [3, 40])
