@@ -101,7 +101,7 @@ class CudaBackend(TorchBackend):
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, readers: Sequence[Weight]
     ) -> tuple[Rows, Tensor]:
         """Return `Backend.norm_for`, in 8 bits of the first quantised reader's kind. Others take plain rows."""
-        kinds = [reader.data.dtype if isinstance(reader, QuantisedWeight) else None for reader in readers]
+        kinds = [_kind(reader) for reader in readers]
         if (kind := next(filter(None, kinds), None)) is None:
             return super().norm_for(x, residual, weight, eps, readers)
         return rows.norm_in_8_bits(x, residual, weight, eps, kind, keep_plain=set(kinds) != {kind})
@@ -126,8 +126,10 @@ class CudaBackend(TorchBackend):
         return eight_bits.linear(x, weight, bias, self.multiprocessors, fixed=self.batch_invariant)
 
     def gated_mlp(self, x: Rows, gate_up: Weight, down: Weight) -> Tensor:
-        kind = down.data.dtype if isinstance(down, QuantisedWeight) else None
-        return self.linear(rows.silu_mul(self.linear(x, gate_up), kind), down)
+        return self.linear(rows.silu_mul(self.linear(x, gate_up), _kind(down)), down)
+
+    def gated_norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float, reader: Weight) -> Rows:
+        return rows.gated_norm(o, z, weight, eps, _kind(reader))
 
     def moe(self, x: Rows, weights: ExpertWeights, config: MoeConfig) -> Tensor:
         """Return `Backend.moe`. PyTorch's grouped product takes only bfloat16, and serves many rows of an expert."""
@@ -142,7 +144,6 @@ class CudaBackend(TorchBackend):
     add_shared_expert = staticmethod(experts.add_shared_expert)
     commit_and_verify = staticmethod(gated_delta.commit_and_verify)
     commit_prompts = staticmethod(gated_delta_prompts.commit_prompts)
-    gated_norm = staticmethod(rows.gated_norm)
     add_rms_norm = staticmethod(rows.add_rms_norm)
     convolve = staticmethod(rows.convolve)
     qkv_into_kv = staticmethod(rows.qkv_into_kv)
@@ -198,6 +199,11 @@ class InvariantCudaBackend(CudaBackend):
         if isinstance(weight, QuantisedWeight):
             return self._linear_8_bits(x, weight, bias)
         return products.linear(plain(x), weight, bias, self.multiprocessors)
+
+
+def _kind(reader: Weight) -> torch.dtype | None:
+    """Return the 8 bits in which rows meet a weight, or None for a plain one."""
+    return reader.data.dtype if isinstance(reader, QuantisedWeight) else None
 
 
 class CudaGraph(Graph):

@@ -157,6 +157,7 @@ def quantise(x_ptr, out_ptr, scale_ptr, num_rows, scale_stride, size, ROWS: tl.c
 @triton.jit
 def store_in_8_bits(x, row, first, out_ptr, scale_ptr, num_rows, scale_stride, size):
     """Store the fp32 columns from `first` on, whole groups, of the rows with numbers `row`, in 8 bits with scales.
+    `first` is one for all, or each row's own.
 
     A group that holds NaN or an infinity gets a scale of NaN, because a product by it must be NaN.
     """
@@ -170,12 +171,11 @@ def store_in_8_bits(x, row, first, out_ptr, scale_ptr, num_rows, scale_stride, s
     x = tl.where(is_finite[:, :, None], x * (MOST / most)[:, :, None], 0.0)
     # Whole numbers are the nearest, ties to even, because the last bit of 1.5 * 2^23 is 1.
     x = (x + 12582912.0) - 12582912.0 if out_ptr.dtype.element_ty == tl.int8 else e4m3_number(x)
-    group = first // GROUP + tl.arange(0, COUNT)
-    column = first + tl.reshape(tl.arange(0, COUNT * GROUP), [COUNT, GROUP])
-    place = row.to(tl.int64)[:, None, None] * size + column[None, :, :]
-    inside = (row < num_rows)[:, None] & (group * GROUP < size)[None, :]
+    group = (tl.zeros_like(row) + first)[:, None] // GROUP + tl.arange(0, COUNT)[None, :]
+    place = row.to(tl.int64)[:, None, None] * size + group[:, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
+    inside = (row < num_rows)[:, None] & (group * GROUP < size)
     tl.store(out_ptr + place, x.to(out_ptr.dtype.element_ty), mask=inside[:, :, None])
-    tl.store(scale_ptr + group[None, :] * scale_stride + row[:, None], most / MOST, mask=inside)
+    tl.store(scale_ptr + group * scale_stride + row[:, None], most / MOST, mask=inside)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.cuda.eight_bits import empty_rows, store_in_8_bits
+from app.engine.cuda.eight_bits import GROUP, empty_rows, store_in_8_bits
 from app.engine.cuda.launch import items_per_program
 from app.engine.device.base import ProjectedRows
 from app.engine.quantised import QuantisedRows, Rows
@@ -102,41 +102,59 @@ def norm(
         store_in_8_bits(x.to(tl.float32), vector, 0, bits_ptr, scale_ptr, num_vectors, scale_stride, SIZE)
 
 
-def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return `Backend.gated_norm`."""
+def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, kind: torch.dtype | None = None) -> Rows:
+    """Return `Backend.gated_norm`, in 8 bits of `kind` unless it is None, if heads have whole groups."""
     num_rows, heads, size = o.shape
-    out = z.new_empty(num_rows, heads * size)
+    kind = None if size % GROUP.value else kind
+    out = empty_rows(z, kind) if kind else z.new_empty(num_rows, heads * size)
     vectors = items_per_program(num_rows * heads, VECTORS_PER_PROGRAM)
     gate_heads[triton.cdiv(num_rows * heads, vectors),](
-        o.contiguous(), z, z.stride(0), weight, out, num_rows * heads, eps, HEADS=heads, SIZE=size, VECTORS=vectors
+        o.contiguous(),
+        z,
+        z.stride(0),
+        weight,
+        *_memory(out),
+        num_rows,
+        eps,
+        HEADS=heads,
+        SIZE=size,
+        VECTORS=vectors,
     )
     return out
 
 
-@triton.jit(do_not_specialize=["num_vectors"])
+@triton.jit(do_not_specialize=["num_rows", "scale_stride"])
 def gate_heads(
     o_ptr,
     z_ptr,
     z_stride,
     weight_ptr,
     out_ptr,
-    num_vectors,
+    bits_ptr,
+    scale_ptr,
+    scale_stride,
+    num_rows,
     eps,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     VECTORS: tl.constexpr,
 ):
-    """Normalise VECTORS heads of SIZE numbers, and multiply them by silu(z)."""
+    """Normalise VECTORS heads of SIZE numbers, multiply them by silu(z), and store them as they are or in 8 bits."""
     vector = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)
     columns = tl.arange(0, triton.next_power_of_2(SIZE))[None, :]
-    inside = (vector < num_vectors)[:, None] & (columns < SIZE)
-    vector = vector.to(tl.int64)[:, None]
-    x = tl.load(o_ptr + vector * SIZE + columns, mask=inside, other=0.0)
-    z_at = vector // HEADS * z_stride + vector % HEADS * SIZE + columns
+    row, first = vector // HEADS, vector % HEADS * SIZE
+    inside = (row < num_rows)[:, None] & (columns < SIZE)
+    offset = vector.to(tl.int64)[:, None] * SIZE + columns
+    x = tl.load(o_ptr + offset, mask=inside, other=0.0)
+    z_at = row.to(tl.int64)[:, None] * z_stride + first[:, None] + columns
     z = tl.load(z_ptr + z_at, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)[:, None] * weight * (z / (1.0 + tl.exp(-z)))
-    tl.store(out_ptr + vector * SIZE + columns, x.to(out_ptr.dtype.element_ty), mask=inside)
+    x = x.to(z_ptr.dtype.element_ty)
+    if bits_ptr is None:
+        tl.store(out_ptr + offset, x, mask=inside)
+    else:
+        store_in_8_bits(x.to(tl.float32), row, first, bits_ptr, scale_ptr, num_rows, scale_stride, HEADS * SIZE)
 
 
 def convolve(part: Callable[[Tensor], Tensor], rows: Tensor, base: Tensor, change: Tensor) -> Tensor:

@@ -312,9 +312,9 @@ class Backend(ABC):
         prompt follow those that its slot has pending, as far as these were accepted. No slot that a chunk reads past
         position 0 may be written in the step."""
 
-    def gated_norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return rms_norm(o) * silu(z) [T, Nv * Dv] in z's dtype, of heads o [T, Nv, Dv] and z [T, Nv * Dv] with
-        strided rows. It is rounded once."""
+    def gated_norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float, reader: Weight) -> Rows:
+        """Return rms_norm(o) * silu(z) [T, Nv * Dv] in z's dtype, or as the product by `reader` takes it, of heads o
+        [T, Nv, Dv] and z [T, Nv * Dv] with strided rows. It is rounded once."""
         return (self.rms_norm(o, weight, eps).flatten(1) * F.silu(z.float())).to(z.dtype)
 
     def qkv_into_kv(self, rows: ProjectedRows) -> Tensor:

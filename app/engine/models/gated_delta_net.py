@@ -62,7 +62,7 @@ class GatedDeltaNet(nn.Module):
         if recurrent.prompts is not None:
             parts.append(self._commit(inputs, recurrent.prompts, memory))
         o = torch.cat(parts) if len(parts) > 1 else parts[0]
-        gated = backend.gated_norm(o, z, self.norm, self._eps)
+        gated = backend.gated_norm(o, z, self.norm, self._eps, self.out_proj)
         return self._project(gated, self.out_proj)
 
     def _verify(self, inputs: Tensor, step: SequenceRows[Tensor], memory: LayerState) -> Tensor:

@@ -239,7 +239,9 @@ def launch_gated_delta(backend: CudaBackend, *, narrow: bool) -> None:
             slots = [empty(num_seqs, dtype=torch.int64) for _ in range(3)]
             own = *(numbers(num_seqs) for _ in range(2)), numbers(num_seqs, min(rows, BLOCK_SIZE)), numbers(rows)
             o = backend.commit_and_verify(GatedDeltaStep(inputs, weights, memory, *slots[:2], *own))
-            backend.gated_norm(o, z, empty(dim, dtype=torch.float32), 1e-6)
+            in_8_bits = QuantisedWeight(empty(1, dtype=torch.float8_e4m3fn), empty(1), torch.bfloat16)
+            for reader in (empty(1), in_8_bits) if dtype == torch.bfloat16 else (empty(1),):
+                backend.gated_norm(o, z, empty(dim, dtype=torch.float32), 1e-6, reader)
             own = *(numbers(num_seqs) for _ in range(2)), numbers(num_seqs + 1)
             backend.commit_prompts(GatedDeltaPrompts(inputs, weights, memory, *slots, *own, []))
 

@@ -76,23 +76,24 @@ def test_a_product_of_few_rows_of_a_row_in_a_block(in_features: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("multiprocessors", [1, 4], ids=["whole", "parts for few rows"])
+@pytest.mark.parametrize("multiprocessors", [1, 8], ids=["whole", "parts for few rows"])
 def test_a_product_of_a_row_by_a_quantised_weight(
     backend: InvariantCudaBackend, kind: torch.dtype, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also without the setting up to as many rows as one tile has."""
-    monkeypatch.setattr(backend, "multiprocessors", multiprocessors)
-    x, numbers, scales = normal(384, dtype=torch.bfloat16), normal(100, 384), normal(100, 3, seed=1)
-    weight = backend.pack_linear(QuantisedWeight((20 * numbers).to(kind), scales, torch.bfloat16))
-    assert isinstance(weight, QuantisedWeight)
-    assert (eight_bits.product_of(weight, 1, multiprocessors).splits > 1) == (multiprocessors > 1)
-    assert_rows_alone(lambda rows: backend.linear(rows, weight), x)
+    """Also without the setting up to as many rows as one tile has. Results in fp32 show the order of sums."""
+    x, numbers, scales = normal(512, dtype=torch.bfloat16), normal(100, 512), normal(4, 100, seed=1)
+    weight = QuantisedWeight((20 * numbers).to(kind), scales.T, torch.float32)
+    assert eight_bits.product_of(weight, 1, multiprocessors).splits == (1 if multiprocessors == 1 else 4)
 
-    def by_tiles_that_fit(rows: torch.Tensor) -> torch.Tensor:
-        some = eight_bits.quantised(rows, kind)
-        return eight_bits.linear(some, weight, None, multiprocessors, fixed=len(rows) > eight_bits.FEW_ROWS)
+    def run(rows: torch.Tensor, *, fixed: bool) -> torch.Tensor:
+        return eight_bits.linear(eight_bits.quantised(rows, kind), weight, None, multiprocessors, fixed=fixed)
 
-    assert_rows_alone(by_tiles_that_fit, x)
+    assert_rows_alone(lambda rows: run(rows, fixed=True), x)
+    assert_rows_alone(lambda rows: run(rows, fixed=len(rows) > eight_bits.FEW_ROWS), x)
+    noted: list[bool] = []
+    monkeypatch.setattr(eight_bits, "linear", lambda *_, fixed: noted.append(fixed))
+    backend.linear(x[None], weight)
+    assert noted == [True]
 
 
 def test_such_a_product_is_pytorchs_and_its_parts_are_rounded_once(backend: InvariantCudaBackend) -> None:

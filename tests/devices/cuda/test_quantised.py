@@ -109,6 +109,19 @@ def test_a_gated_mlp_quantises_between_its_products(backend: CudaBackend, kind: 
         assert torch.equal(backend.gated_mlp(x, gate_up, down), backend.linear(inner, down))
 
 
+@by_kind
+def test_heads_of_whole_groups_are_quantised_with_their_gates(backend: CudaBackend, kind: torch.dtype) -> None:
+    weight = torch.ones(1)
+    for count, heads, dim in ((1, 4, 128), (5, 2, 256), (3, 4, 32)):
+        z, norm = normal(count, 2 * heads * dim)[:, : heads * dim], normal(dim, dtype=torch.float32)
+        o = normal(count, heads, dim, dtype=torch.float32)
+        wanted = backend.gated_norm(o, z, norm, EPS, weight)
+        found = backend.gated_norm(o, z, norm, EPS, QuantisedWeight(torch.ones(1).to(kind), weight, BF16))
+        assert isinstance(wanted, Tensor) and isinstance(found, QuantisedRows) == (dim >= 128)
+        if isinstance(found, QuantisedRows):
+            assert same_rows(found, eight_bits.quantised(wanted, kind)) and found.plain is None
+
+
 @pytest.mark.parametrize(("kind", "least", "most"), [(E4M3, 0.022, 0.028), (torch.int8, 0.005, 0.008)], ids=str)
 def test_the_error_of_rows_in_8_bits_is_what_the_docs_say(
     backend: CudaBackend, kind: torch.dtype, least: float, most: float
