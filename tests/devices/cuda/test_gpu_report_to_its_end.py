@@ -170,6 +170,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sums_in_order: None) -
         (equality, "PROMPT", 5),
         (equality, "SIZES", equality.SIZES | {"max_num_seqs": 2, "max_model_len": 32, "max_graphs": 2}),
         (made_up_steps, "MAX_SECONDS", 0),
+        (made_up_steps, "_TEXT_SECONDS", 0),
         (made_up_steps, "_ROUNDS", 1),
         (made_up_steps, "_IN_A_ROW", 1),
         (build, "check_attention", lambda *_: None),
