@@ -15,8 +15,6 @@ SHARED_MEMORY = 227 << 10
 """Bytes that a program may have on sm_90."""
 REGISTERS = 65536
 """Limits of a multiprocessor."""
-WEIGHT = 1
-"""Number of the weight among the arguments of `product`."""
 KERNELS = (
     "attend combine norm gated convolved rope_and_write locate_rows embed accept advance route sort_pairs "
     "expert_rows expert_rows4 expert_rows8 add_shared mix recur solve scan gate_heads product product8 quantise"
