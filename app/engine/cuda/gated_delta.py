@@ -1,9 +1,9 @@
 """Decoding rows of a Gated DeltaNet layer in Triton: the last step's accepted rows are committed, this step's verified.
 
 A sequence's inputs are in order: the rows that the convolution still sees, the accepted rows of the last step, and
-the rows of this step. `mix` takes them through the convolution and the gates, and `recur` through the delta
-rule, one after the other. It writes the state after the accepted ones, and none after this step's. A row's result
-does not depend on the number of other rows. All counts are read on the device.
+the rows of this step. `mix` takes them through the convolution, the norms of q and k and the gates, and `recur` through
+the delta rule, one after the other. It writes the state after the accepted ones, and none after this step's. A row's
+result does not depend on the number of other rows. All counts are read on the device.
 """
 
 import triton
@@ -15,26 +15,33 @@ from app.engine.device.recurrent import GatedDeltaStep
 
 MAX_K_HEAD_DIM = 256
 """Greatest head size of keys whose part of a state stays in the registers of a program."""
-COLUMNS_OF_A_PROGRAM = 64
+FEW_SEQUENCES = 8
 STATE_OF_A_PROGRAM = 2048
-"""Numbers of a state that one warp keeps: 64 registers of a thread."""
+"""Numbers of a state that one warp keeps for FEW_SEQUENCES: 64 registers of a thread. For more it keeps twice as many,
+because there are enough programs, and each loads q and k again, unless keys are wider than WIDE_K_HEAD_DIM."""
+WIDE_K_HEAD_DIM = 128
 
 
 def commit_and_verify(step: GatedDeltaStep) -> Tensor:
     """Return `Backend.commit_and_verify`. All memory is taken before the first launch, so no failure comes between."""
-    num_seqs, (num_rows, width), memory = len(step.slots), step.inputs.shape, step.memory
+    num_seqs, num_rows, memory = len(step.slots), len(step.inputs), step.memory
     num_heads, k_dim, v_dim = memory.matrix.shape[1:]
-    block, (before, channels) = memory.pending.shape[1], memory.conv.shape[1:]
+    block, (before, channels), width = memory.pending.shape[1], memory.conv.shape[1:], memory.pending.shape[2]
+    gates = step.inputs[:, channels:] if step.gates is None else step.gates
     seqs = step.slots, step.next_slots, step.starts, step.counts, step.rows[:, 0], step.rows.stride(0)
     # A sequence has as many rows as a block at most, and no more than there are.
     max_inputs = block + min(block, num_rows)
     mixed = memory.matrix.new_empty(num_seqs, max_inputs, width)
     accepted = step.counts.new_empty(num_seqs)
-    o = memory.matrix.new_zeros(num_rows, num_heads, v_dim)
-    columns = triton.next_power_of_2(width) if INTERPRETED else COLUMNS_OF_A_PROGRAM
-    mix[num_seqs, triton.cdiv(width, columns)](
+    o = memory.matrix.new_empty(num_rows, num_heads, v_dim)
+    values, key_block = num_heads * v_dim, triton.next_power_of_2(k_dim)
+    columns = max(key_block, triton.next_power_of_2(values + 2 * num_heads)) if INTERPRETED else key_block
+    key_heads = (channels - values) // k_dim
+    mix[num_seqs, key_heads + triton.cdiv(values + 2 * num_heads, columns)](
         step.inputs,
         step.inputs.stride(0),
+        gates,
+        gates.stride(0),
         *step.weights,
         *seqs,
         memory.conv,
@@ -43,26 +50,37 @@ def commit_and_verify(step: GatedDeltaStep) -> Tensor:
         mixed,
         accepted,
         max_inputs,
+        k_dim**-0.5,
         CHANNELS=channels,
         HEADS=num_heads,
+        K_DIM=k_dim,
+        KEY_HEADS=key_heads,
         BLOCK=block,
         TAPS=before + 1,
         ROWS=triton.next_power_of_2(max_inputs),
         COLUMNS=columns,
+        num_warps=min(8, max(1, columns // 16)),
     )
     heads = items_per_program(num_heads, on_gpu=1)
-    values = triton.next_power_of_2(v_dim)
+    columns = triton.next_power_of_2(v_dim)
     if not INTERPRETED:
-        values = min(values, STATE_OF_A_PROGRAM // triton.next_power_of_2(k_dim))
-    arguments = mixed, accepted, *seqs, memory.matrix, memory.num_tokens, o, max_inputs, k_dim**-0.5
-    recur[num_seqs, triton.cdiv(num_heads, heads), triton.cdiv(v_dim, values)](
-        *arguments,
+        is_wide = num_seqs > FEW_SEQUENCES and key_block <= WIDE_K_HEAD_DIM
+        columns = min(columns, STATE_OF_A_PROGRAM * (1 + is_wide) // key_block)
+    recur[num_seqs, triton.cdiv(num_heads, heads), triton.cdiv(v_dim, columns)](
+        mixed,
+        accepted,
+        *seqs,
+        memory.matrix,
+        memory.num_tokens,
+        o,
+        num_rows,
+        max_inputs,
         CHANNELS=channels,
         HEADS=num_heads,
         K_DIM=k_dim,
         V_DIM=v_dim,
         BLOCK_H=heads,
-        BLOCK_V=values,
+        BLOCK_V=columns,
         num_warps=1,
     )
     return o
@@ -72,6 +90,8 @@ def commit_and_verify(step: GatedDeltaStep) -> Tensor:
 def mix(
     input_ptr,
     stride,
+    gate_ptr,
+    gate_stride,
     weight_ptr,
     a_log_ptr,
     dt_bias_ptr,
@@ -87,16 +107,21 @@ def mix(
     mixed_ptr,
     accepted_ptr,
     max_inputs,
+    scale,
     CHANNELS: tl.constexpr,
     HEADS: tl.constexpr,
+    K_DIM: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     TAPS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write COLUMNS columns of `mixed` for one sequence, the inputs that its convolution sees, and its pending rows.
+    """Write a head of q or k, or COLUMNS columns behind them, of `mixed` for one sequence, of the inputs that its
+    convolution sees, and of its pending rows.
 
-    A row of `mixed` has what enters the delta rule: q, k and v, and for each head beta and the factor of the decay.
+    A row of `mixed` has what enters the delta rule: q, k, normed, and v, and for each head beta and the factor of the
+    decay.
     """
     seq = tl.program_id(0)
     slot, next_slot = tl.load(slot_ptr + seq).to(tl.int64), tl.load(next_slot_ptr + seq).to(tl.int64)
@@ -111,21 +136,24 @@ def mix(
     tl.store(accepted_ptr + seq, accepted)
 
     WIDTH: tl.constexpr = CHANNELS + 2 * HEADS
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    is_channel, inside = column < CHANNELS, column < WIDTH
+    part, number = tl.program_id(1), tl.arange(0, COLUMNS)
+    column = tl.where(part < KEY_HEADS, part * K_DIM, KEY_HEADS * K_DIM + (part - KEY_HEADS) * COLUMNS) + number
+    inside = tl.where(part < KEY_HEADS, number < K_DIM, column < WIDTH)
+    is_channel = inside & (column < CHANNELS)
     sees_before = is_channel & (is_new == 0)
     before_ptr = conv_ptr + slot * ((TAPS - 1) * CHANNELS)
     rows_ptr = pending_ptr + slot * (BLOCK * WIDTH)
-    new_ptr = input_ptr + first * stride
+    # Both gates may lie elsewhere than the channels.
+    new_stride = tl.where(is_channel, stride, gate_stride)
+    new_ptr = tl.where(is_channel, input_ptr + first * stride, gate_ptr + first * gate_stride - CHANNELS) + column
 
+    sources = before_ptr, rows_ptr, new_ptr, new_stride, accepted, count
     row = tl.arange(0, ROWS)
     x = tl.zeros([ROWS, COLUMNS], tl.float32)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for tap in tl.static_range(TAPS):
         index = row + tap
-        x = inputs_at(
-            index, before_ptr, rows_ptr, new_ptr, stride, accepted, count, column, sees_before, CHANNELS, WIDTH, TAPS
-        )
+        x = inputs_at(index, sources, column, inside, sees_before, CHANNELS, WIDTH, TAPS)
         weight = tl.load(weight_ptr + column * TAPS + tap, mask=is_channel, other=0.0).to(tl.float32)
         total += x * weight[None, :]
     # The last tap met the row itself.
@@ -135,17 +163,19 @@ def mix(
     softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
     decay = tl.exp(-tl.exp(tl.load(a_log_ptr + head, mask=is_gate, other=0.0))[None, :] * softplus)
     gates = tl.where((column < CHANNELS + HEADS)[None, :], 1.0 / (1.0 + tl.exp(-x)), decay)
-    mixed = tl.where(is_channel[None, :], total / (1.0 + tl.exp(-total)), gates)
+    total = total / (1.0 + tl.exp(-total))
+    if part < KEY_HEADS:
+        norm = tl.rsqrt(tl.sum(total * total, 1) + 1e-6) * tl.where(part < KEY_HEADS // 2, scale, 1.0)
+        total = total * norm[:, None]
+    mixed = tl.where(is_channel[None, :], total, gates)
     out = mixed_ptr + (seq.to(tl.int64) * max_inputs + row)[:, None] * WIDTH + column[None, :]
     tl.store(out, mixed, mask=(row < accepted + count)[:, None] & inside[None, :])
 
     before = tl.arange(0, triton.next_power_of_2(TAPS - 1))
     index = accepted + before
-    last_inputs = inputs_at(
-        index, before_ptr, rows_ptr, new_ptr, stride, accepted, count, column, sees_before, CHANNELS, WIDTH, TAPS
-    )
+    last_inputs = inputs_at(index, sources, column, inside, sees_before, CHANNELS, WIDTH, TAPS)
     is_new_row = (row < count)[:, None] & inside[None, :]
-    new = tl.load(new_ptr + row[:, None] * stride + column[None, :], mask=is_new_row, other=0.0)
+    new = tl.load(new_ptr[None, :] + row[:, None] * new_stride[None, :], mask=is_new_row, other=0.0)
     tl.debug_barrier()  # other threads of this program read what is overwritten here
     out = conv_ptr + (next_slot * (TAPS - 1) + before)[:, None] * CHANNELS + column[None, :]
     tl.store(out, last_inputs.to(conv_ptr.dtype.element_ty), mask=(before < TAPS - 1)[:, None] & is_channel[None, :])
@@ -154,22 +184,20 @@ def mix(
 
 
 @triton.jit
-def inputs_at(
-    index, before_ptr, pending_ptr, new_ptr, new_stride, accepted, count, column, sees_before, CHANNELS, WIDTH, TAPS
-):
+def inputs_at(index, sources, column, inside, sees_before, CHANNELS, WIDTH, TAPS):
     """Return columns of the inputs at `index` in order, in fp32. The TAPS - 1 before the accepted ones come first."""
+    before_ptr, pending_ptr, new_ptr, new_stride, accepted, count = sources
     row = index - (TAPS - 1)
-    inside = column < WIDTH
     is_before = (row < 0)[:, None] & sees_before[None, :]
     is_accepted = ((row >= 0) & (row < accepted))[:, None] & inside[None, :]
     is_new = ((row >= accepted) & (row < accepted + count))[:, None] & inside[None, :]
     x = tl.load(before_ptr + index[:, None] * CHANNELS + column[None, :], mask=is_before, other=0.0).to(tl.float32)
     x += tl.load(pending_ptr + row[:, None] * WIDTH + column[None, :], mask=is_accepted, other=0.0).to(tl.float32)
-    new = new_ptr + (row - accepted)[:, None] * new_stride + column[None, :]
+    new = new_ptr[None, :] + (row - accepted)[:, None] * new_stride[None, :]
     return x + tl.load(new, mask=is_new, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["first_stride", "max_inputs"])
+@triton.jit(do_not_specialize=["first_stride", "num_rows", "max_inputs"])
 def recur(
     mixed_ptr,
     accepted_ptr,
@@ -182,8 +210,8 @@ def recur(
     matrix_ptr,
     num_tokens_ptr,
     o_ptr,
+    num_rows,
     max_inputs,
-    scale,
     CHANNELS: tl.constexpr,
     HEADS: tl.constexpr,
     K_DIM: tl.constexpr,
@@ -191,23 +219,32 @@ def recur(
     BLOCK_H: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Commit and verify BLOCK_V columns of BLOCK_H heads of one sequence. Padding keeps the outputs that it has."""
+    """Commit and verify BLOCK_V columns of BLOCK_H heads of one sequence. Padding, whose last sequence has the rows
+    that are left, gets zeros."""
     seq = tl.program_id(0)
     slot, next_slot = tl.load(slot_ptr + seq).to(tl.int64), tl.load(next_slot_ptr + seq).to(tl.int64)
     count = tl.load(count_ptr + seq).to(tl.int32)
-    if (next_slot == 0) | (count == 0):
-        return
-    start = tl.load(start_ptr + seq).to(tl.int32)
-    is_new = (start == 0) | (slot == 0)
-    accepted = tl.load(accepted_ptr + seq)
     first = tl.load(first_ptr + seq * first_stride).to(tl.int64)
-    if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
-        tl.store(num_tokens_ptr + next_slot, start)
-
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     k_dim, v_dim = tl.arange(0, triton.next_power_of_2(K_DIM)), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_head = head < HEADS
     is_key, is_value = is_head[:, None] & (k_dim < K_DIM)[None, :], is_head[:, None] & (v_dim < V_DIM)[None, :]
+    value = head[:, None] * V_DIM + v_dim[None, :]
+    out = o_ptr + first * (HEADS * V_DIM) + value
+    if next_slot == 0:
+        rows = tl.where(seq == tl.num_programs(0) - 1, num_rows - first.to(tl.int32), count)
+        for _ in range(rows):
+            tl.store(out, tl.zeros([BLOCK_H, BLOCK_V], tl.float32), mask=is_value)
+            out += HEADS * V_DIM
+        return
+    if count == 0:
+        return
+    start = tl.load(start_ptr + seq).to(tl.int32)
+    is_new = (start == 0) | (slot == 0)
+    accepted = tl.load(accepted_ptr + seq)
+    if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
+        tl.store(num_tokens_ptr + next_slot, start)
+
     inside = is_key[:, :, None] & is_value[:, None, :]
     entry = (head[:, None, None] * K_DIM + k_dim[None, :, None]) * V_DIM + v_dim[None, None, :]
     size: tl.constexpr = HEADS * K_DIM * V_DIM
@@ -217,22 +254,29 @@ def recur(
 
     WIDTH: tl.constexpr = CHANNELS + 2 * HEADS
     mixed = mixed_ptr + seq.to(tl.int64) * max_inputs * WIDTH
-    key = (head // GROUP)[:, None] * K_DIM + k_dim[None, :]
-    value = head[:, None] * V_DIM + v_dim[None, :]
-    out = o_ptr + first * (HEADS * V_DIM) + value
-    for row in range(accepted + count):
+    query = mixed + (head // GROUP)[:, None] * K_DIM + k_dim[None, :]
+    value, gate = mixed + 2 * KEYS + value, mixed + CHANNELS + head
+    q, k = tl.load(query, mask=is_key, other=0.0), tl.load(query + KEYS, mask=is_key, other=0.0)
+    v = tl.load(value, mask=is_value, other=0.0)
+    beta, decay = tl.load(gate, mask=is_head, other=0.0), tl.load(gate + HEADS, mask=is_head, other=0.0)
+    rows = accepted + count
+    for row in range(rows):
+        # The next row is loaded before this one is used, and both sums are of the old state, so neither waits.
+        query += WIDTH
+        value += WIDTH
+        gate += WIDTH
+        goes_on = row + 1 < rows
+        next_q = tl.load(query, mask=is_key & goes_on, other=0.0)
+        next_k = tl.load(query + KEYS, mask=is_key & goes_on, other=0.0)
+        next_v = tl.load(value, mask=is_value & goes_on, other=0.0)
+        next_beta = tl.load(gate, mask=is_head & goes_on, other=0.0)
+        next_decay = tl.load(gate + HEADS, mask=is_head & goes_on, other=0.0)
         if row == accepted:
             tl.store(matrix_ptr + next_slot * size + entry, state, mask=inside)
-        k = tl.load(mixed + KEYS + key, mask=is_key, other=0.0)
-        k = k * tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None]
-        v = tl.load(mixed + 2 * KEYS + value, mask=is_value, other=0.0)
-        beta = tl.load(mixed + CHANNELS + head, mask=is_head, other=0.0)
-        decay = tl.load(mixed + CHANNELS + HEADS + head, mask=is_head, other=0.0)
-        state *= decay[:, None, None]
-        d = beta[:, None] * (v - tl.sum(state * k[:, :, None], 1))
-        state += k[:, :, None] * d[:, None, :]
+        d = beta[:, None] * (v - decay[:, None] * tl.sum(state * k[:, :, None], 1))
         if row >= accepted:
-            q = tl.load(mixed + key, mask=is_key, other=0.0)
-            q = q * (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * scale)[:, None]
-            tl.store(out + (row - accepted) * (HEADS * V_DIM), tl.sum(state * q[:, :, None], 1), mask=is_value)
-        mixed += WIDTH
+            o = decay[:, None] * tl.sum(state * q[:, :, None], 1) + tl.sum(k * q, 1)[:, None] * d
+            tl.store(out, o, mask=is_value)
+            out += HEADS * V_DIM
+        state = state * decay[:, None, None] + k[:, :, None] * d[:, None, :]
+        q, k, v, beta, decay = next_q, next_k, next_v, next_beta, next_decay

@@ -49,10 +49,13 @@ def commit_prompts(step: GatedDeltaPrompts) -> Tensor:
         "BLOCK": block,
         "SPARE": spare_chunks,
     }
+    gates = inputs[:, channels:] if step.gates is None else step.gates
     is_narrow = dot_size(k_dim) * inputs.itemsize <= NARROW
     solve[num_chunks, num_heads](
         inputs,
         inputs.stride(0),
+        gates,
+        gates.stride(0),
         *step.weights,
         *prompts,
         num_prompts,
@@ -99,6 +102,8 @@ def prompt_at(prompt, slot_ptr, start_ptr, split_ptr, first_ptr, num_tokens_ptr,
 def solve(
     input_ptr,
     stride,
+    gate_ptr,
+    gate_stride,
     weight_ptr,
     a_log_ptr,
     dt_bias_ptr,
@@ -157,22 +162,23 @@ def solve(
     row = begin + tl.arange(0, ROWS)
     is_row = row < end
     before_ptr = conv_ptr + slot * ((TAPS - 1) * CHANNELS)
-    sources = before_ptr, pending_ptr + slot * (BLOCK * WIDTH), input_ptr + first * stride, stride, accepted, is_new
+    rows_ptr, new_gates = pending_ptr + slot * (BLOCK * WIDTH), gate_ptr + (first - accepted) * gate_stride
+    sources = before_ptr, rows_ptr, input_ptr + (first - accepted) * stride, stride, accepted, is_new
     k_dim, v_dim = tl.arange(0, K_BLOCK), tl.arange(0, V_BLOCK)
     is_key, is_value = k_dim < K_DIM, v_dim < V_DIM
     query, value = head // GROUP * K_DIM + k_dim, 2 * KEYS + head * V_DIM + v_dim
     narrow = u_ptr.dtype.element_ty
 
+    gate = tl.where(row < accepted, rows_ptr + row * WIDTH + CHANNELS, new_gates + row.to(tl.int64) * gate_stride)
+    beta = 1.0 / (1.0 + tl.exp(-tl.load(gate + head, mask=is_row, other=0.0).to(tl.float32)))
+    a = tl.load(gate + HEADS + head, mask=is_row, other=0.0).to(tl.float32) + tl.load(dt_bias_ptr + head)
+    softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
+    log_decay = tl.where(is_row, -tl.exp(tl.load(a_log_ptr + head)) * softplus, 0.0)
+
     k = convolved(row, is_row, KEYS + query, is_key, weight_ptr, sources, CHANNELS, WIDTH, TAPS)
     k = rounded(k * tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None], narrow)
     q = convolved(row, is_row, query, is_key, weight_ptr, sources, CHANNELS, WIDTH, TAPS)
     q = rounded(q * (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * scale)[:, None], narrow)
-    gate = row_pointers(row, sources, CHANNELS, WIDTH, TAPS) + CHANNELS + head
-    beta = 1.0 / (1.0 + tl.exp(-tl.load(gate, mask=is_row, other=0.0).to(tl.float32)))
-    a = tl.load(gate + HEADS, mask=is_row, other=0.0).to(tl.float32) + tl.load(dt_bias_ptr + head)
-    softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
-    log_decay = tl.where(is_row, -tl.exp(tl.load(a_log_ptr + head)) * softplus, 0.0)
-
     # Decay from row s to row t is exp of a sum over the rows between. Differences of cumulative sums would cancel.
     t, s = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
     later = tl.where(t > s, log_decay[:, None], 0.0)
@@ -212,7 +218,7 @@ def solve(
 def row_pointers(row, sources, CHANNELS, WIDTH, TAPS):
     """Return where rows of inputs begin. Before row 0 are those that the convolution still sees, then pending ones."""
     before_ptr, pending_ptr, new_ptr, stride, accepted, _ = sources
-    new = tl.where(row < accepted, pending_ptr + row * WIDTH, new_ptr + (row - accepted).to(tl.int64) * stride)
+    new = tl.where(row < accepted, pending_ptr + row * WIDTH, new_ptr + row.to(tl.int64) * stride)
     return tl.where(row < 0, before_ptr + (row + TAPS - 1) * CHANNELS, new)
 
 

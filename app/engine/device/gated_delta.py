@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.device.recurrent import GatedDeltaPrompts, GatedDeltaStep, GatedDeltaWeights, State
+from app.engine.device.recurrent import GatedDeltaPrompts, GatedDeltaStep, GatedDeltaWeights, State, whole_inputs
 
 CHUNK = 64
 """Rows that are solved together, as in the method's code. The work within a chunk grows with its square."""
@@ -122,7 +122,7 @@ def _chunks(x: Tensor, size: int) -> Tensor:
 
 def commit_prompts(step: GatedDeltaPrompts) -> Tensor:
     """Return `Backend.commit_prompts`, a prompt after the other."""
-    memory, outputs, done = step.memory, [], 0
+    inputs, memory, outputs, done = whole_inputs(step), step.memory, [], 0
     for number, parts in enumerate(step.parts):
         one = slice(number, number + 1)
         start = step.starts[one]
@@ -130,7 +130,7 @@ def commit_prompts(step: GatedDeltaPrompts) -> Tensor:
         if not step.can_wait or counts.any():  # a checkpoint of a decoding sequence has pending rows
             state = advance(step.weights, pending, state, counts)[1]
         for count, slot in zip(parts, (step.split_slots, step.next_slots)[-len(parts) :], strict=True):
-            o, state = advance(step.weights, step.inputs[None, done : done + count], state)
+            o, state = advance(step.weights, inputs[None, done : done + count], state)
             done, start = done + count, start + count
             memory.write(slot[one], state, start)
             outputs.append(o[0])
@@ -183,7 +183,7 @@ def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] =
     counts = accepted[:, None].expand(-1, block), step.counts[:, None].expand(-1, width)
     is_none = columns >= torch.cat(counts, dim=1)
 
-    pending, new = memory.pending[step.slots, :block], step.inputs[step.rows]
+    pending, new = memory.pending[step.slots, :block], whole_inputs(step)[step.rows]
     before, state = memory.conv[step.slots], memory.matrix[step.slots]
     if not step.can_wait or is_new.any():
         before = before.masked_fill(is_new[:, None, None], 0.0)

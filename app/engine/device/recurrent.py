@@ -54,7 +54,7 @@ class GatedDeltaWeights(NamedTuple):
 class GatedDeltaStep(NamedTuple):
     """R rows of S decoding sequences in one layer. Slot 0 is padding."""
 
-    inputs: Tensor  # [R, C + 2 Nv]
+    inputs: Tensor  # [R, C + 2 Nv], or [R, C] with gates of their own
     weights: GatedDeltaWeights
     memory: LayerState  # written in place
 
@@ -67,12 +67,13 @@ class GatedDeltaStep(NamedTuple):
     places: Tensor
 
     can_wait: bool = False  # the host may read counts, because it computes them itself
+    gates: Tensor | None = None  # [R, 2 Nv]
 
 
 class GatedDeltaPrompts(NamedTuple):
     """R rows of chunks of P prompts in one layer."""
 
-    inputs: Tensor  # [R, C + 2 Nv]
+    inputs: Tensor  # [R, C + 2 Nv], or [R, C] with gates of their own
     weights: GatedDeltaWeights
     memory: LayerState  # written in place
 
@@ -86,3 +87,9 @@ class GatedDeltaPrompts(NamedTuple):
     parts: list[list[int]]
 
     can_wait: bool = False  # as above
+    gates: Tensor | None = None  # as above
+
+
+def whole_inputs(step: GatedDeltaStep | GatedDeltaPrompts) -> Tensor:
+    """Return inputs with their gates [R, C + 2 Nv]."""
+    return step.inputs if step.gates is None else torch.cat((step.inputs, step.gates), dim=1)

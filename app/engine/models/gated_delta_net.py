@@ -52,20 +52,20 @@ class GatedDeltaNet(nn.Module):
         backend, recurrent = self._backend, rows.recurrent
         assert recurrent is not None, "a step of a hybrid target has recurrent rows"
         inputs, z = backend.linear(x, self.in_proj).split_with_sizes(self._widths, dim=1)
-        if self.gates is not None:
-            inputs = torch.cat((inputs, backend.linear(x, self.gates)), dim=1)
-        parts = []
+        gates = None if self.gates is None else backend.linear(x, self.gates)
+        parts, done = [], 0
         if recurrent.decodes is not None:
-            num_decodes = len(recurrent.decodes.places)
-            parts.append(self._verify(inputs[:num_decodes], recurrent.decodes, memory))
-            inputs = inputs[num_decodes:]
+            done = len(recurrent.decodes.places)
+            own = inputs[:done], None if gates is None else gates[:done]
+            parts.append(self._verify(*own, recurrent.decodes, memory))
         if recurrent.prompts is not None:
-            parts.append(self._commit(inputs, recurrent.prompts, memory))
+            own = inputs[done:], None if gates is None else gates[done:]
+            parts.append(self._commit(*own, recurrent.prompts, memory))
         o = torch.cat(parts) if len(parts) > 1 else parts[0]
         gated = backend.gated_norm(o, z, self.norm, self._eps, self.out_proj)
         return self._project(gated, self.out_proj)
 
-    def _verify(self, inputs: Tensor, step: SequenceRows[Tensor], memory: LayerState) -> Tensor:
+    def _verify(self, inputs: Tensor, gates: Tensor | None, step: SequenceRows[Tensor], memory: LayerState) -> Tensor:
         """Return outputs [R, Nv, Dv] of decoding rows, after the previous step's accepted rows are committed."""
         return self._backend.commit_and_verify(
             GatedDeltaStep(
@@ -79,10 +79,11 @@ class GatedDeltaNet(nn.Module):
                 rows=step.rows,
                 places=step.places,
                 can_wait=self._backend.memory_is_host and not step.static,
+                gates=gates,
             )
         )
 
-    def _commit(self, inputs: Tensor, prompts: PromptRows[Tensor], memory: LayerState) -> Tensor:
+    def _commit(self, inputs: Tensor, gates: Tensor | None, prompts: PromptRows[Tensor], memory: LayerState) -> Tensor:
         """Return outputs [R, Nv, Dv] of rows of prompts, all of which are committed to their next slots."""
         return self._backend.commit_prompts(
             GatedDeltaPrompts(
@@ -97,5 +98,6 @@ class GatedDeltaNet(nn.Module):
                 query_start_loc=prompts.query_start_loc,
                 parts=prompts.parts,
                 can_wait=self._backend.memory_is_host,
+                gates=gates,
             )
         )

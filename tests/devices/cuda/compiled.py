@@ -234,7 +234,7 @@ def launch_gated_delta(backend: CudaBackend, *, narrow: bool) -> None:
         weights = GatedDeltaWeights(empty(channels, 4, dtype=dtype), *gates)
         matrix, conv = empty(9, v_heads, dim, dim, dtype=torch.float32), empty(9, 3, channels, dtype=dtype)
         memory = LayerState(matrix, conv, empty(9, BLOCK_SIZE, width, dtype=dtype), numbers(9))
-        for num_seqs, rows in SIZES[2:4]:
+        for num_seqs, rows in SIZES[1:4]:
             inputs, z = empty(rows, width + v_heads * dim, dtype=dtype).split_with_sizes([width, v_heads * dim], dim=1)
             slots = [empty(num_seqs, dtype=torch.int64) for _ in range(3)]
             own = *(numbers(num_seqs) for _ in range(2)), numbers(num_seqs, min(rows, BLOCK_SIZE)), numbers(rows)

@@ -44,15 +44,17 @@ def test_attention_with_sinks_is_compiled_causal_and_in_windows(kernels: list[di
 def test_none_spills_and_all_fit(kernels: list[dict[str, Any]]) -> None:
     for kernel in kernels:
         print(kernel)
-        if kernel["model"] != "wide" or kernel["kernel"] not in ("solve", "scan"):
+        if kernel["model"] != "wide":
             assert kernel["stack"] == kernel["local"] == 0, kernel
         assert kernel["shared"] <= SHARED_MEMORY, kernel
         assert kernel["registers"] * kernel["warps"] * 32 <= REGISTERS, kernel
 
 
-def test_prompts_of_recurrent_layers_in_fp32_or_with_wide_heads_spill_little(kernels: list[dict[str, Any]]) -> None:
-    wide = [kernel for kernel in kernels if kernel["model"] == "wide" and kernel["kernel"] in ("solve", "scan")]
-    assert len(wide) == 6 and all(kernel["stack"] <= 2048 and not kernel["local"] for kernel in wide)
+def test_recurrent_layers_in_fp32_or_with_wide_heads_spill_little(kernels: list[dict[str, Any]]) -> None:
+    wide = [kernel for kernel in kernels if kernel["model"] == "wide"]
+    assert [kernel["kernel"] for kernel in wide].count("solve") == 3
+    for kernel in wide:
+        assert kernel["stack"] <= (4096 if kernel["kernel"] in ("solve", "scan") else 8) and not kernel["local"], kernel
 
 
 def test_attention_over_whole_blocks_is_on_the_tensor_cores_own_instructions(kernels: list[dict[str, Any]]) -> None:

@@ -40,6 +40,7 @@ class Layer:
     block: int = BLOCK
     device: torch.device = CPU
     can_wait: bool = False
+    gates_apart: bool = False
 
     def __post_init__(self) -> None:
         self.draw = torch.Generator().manual_seed(len(self.shape.layers) + self.shape.channels)
@@ -61,6 +62,13 @@ class Layer:
         """Inputs as the projection gives them: beside numbers that belong to the gate of the output."""
         width = self.shape.input_width
         return self.normal(count, width + 7).to(self.dtype)[:, :width]
+
+    def placed(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return inputs on the device, and their gates if these are apart."""
+        if not self.gates_apart:
+            return inputs.to(self.device), None
+        channels = self.shape.channels
+        return inputs[:, :channels].to(self.device), inputs[:, channels:].contiguous().to(self.device)
 
     @property
     def placed_weights(self) -> GatedDeltaWeights:
@@ -84,16 +92,17 @@ class Layer:
         own = [torch.tensor(x) for x in (slots, next_slots or slots)]
         own += [torch.tensor(x, dtype=torch.int32) for x in (starts, counts)]
         own += [(first[:, None] + numbers).clamp(max=len(inputs) - 1), places]
-        inputs, *rows = (x.to(self.device) for x in (inputs, *own))
-        return self.run(GatedDeltaStep(inputs, self.placed_weights, self.memory, *rows, self.can_wait)).cpu()
+        rows = [x.to(self.device) for x in own]
+        inputs, gates = self.placed(inputs)
+        return self.run(GatedDeltaStep(inputs, self.placed_weights, self.memory, *rows, self.can_wait, gates)).cpu()
 
     def found_of_prompts(self, run: Commit, inputs: Tensor, moves: list[Move], parts: list[list[int]]) -> Tensor:
         """Run chunks of prompts. A move is (slot, next slot, split slot, start)."""
         rows = prompt_rows([move[:3] for move in moves], [move[3] for move in moves], parts)
         placed = with_arrays(rows, lambda _, array: torch.from_numpy(array).to(self.device))
         given = (getattr(placed, field.name) for field in fields(placed))
-        step = GatedDeltaPrompts(inputs.to(self.device), self.placed_weights, self.memory, *given, self.can_wait)
-        return run(step).cpu()
+        inputs, gates = self.placed(inputs)
+        return run(GatedDeltaPrompts(inputs, self.placed_weights, self.memory, *given, self.can_wait, gates)).cpu()
 
     def wanted_of_prompts(
         self, inputs: Tensor, moves: list[Move], parts: list[list[int]]

@@ -46,6 +46,11 @@ class DeltaSuite:
         assert not torch.equal(layer.state["matrix"][1], before["matrix"][1]), "what was accepted is committed"
         assert torch.equal(layer.state["matrix"][3], before["matrix"][3]), "and nothing else"
 
+    def test_gates_may_lie_apart_from_the_channels(self):
+        layer = self.layer(gates_apart=True)
+        layer.memory.num_tokens.fill_(40)
+        self.check(layer, layer.rows(5), [3, 1], [42, 41], [3, 2])
+
     def test_a_state_that_moves_leaves_the_slot_that_it_was_read_from(self):
         """Two sequences read one checkpoint at different pages, beside one that stays in its slot."""
         layer = self.layer()
@@ -132,6 +137,11 @@ class PromptSuite:
         self.check(layer, layer.rows(sum(counts)), moves, [[count] for count in counts])
         for slot in (2, 4):
             assert all(torch.equal(tensor[slot], before[name][slot]) for name, tensor in layer.state.items())
+
+    def test_gates_may_lie_apart_from_the_channels(self):
+        layer = self.layer(gates_apart=True)
+        layer.memory.num_tokens.fill_(40)
+        self.check(layer, layer.rows(40), [(1, 2, 0, 42)], [[40]])
 
     @pytest.mark.parametrize("parts", [[1, 1], [2, 40], [31, 2], [32, 32], [45, 3]], ids=str)
     @pytest.mark.parametrize("start", [0, 42])
