@@ -325,6 +325,11 @@ def pair_of(wanted: str | dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     return target, draft_for(target)
 
 
+def in_16_bits(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a model whose weights are not quantised."""
+    return {key: value for key, value in config.items() if key != "quantization_config"}
+
+
 def draft_for(target: dict[str, Any]) -> dict[str, Any]:
     """Return a draft's config: the target's sizes, but few layers. A target with few layers gets fewer taps too."""
     num_layers, vocab_size = target["num_hidden_layers"], target["vocab_size"]

@@ -12,7 +12,7 @@ from app.engine.device.torch import TorchBackend
 from app.messages import SamplingParams
 from tools.lab import simulated
 from tools.lab.in_process import random_requests
-from tools.lab.random_weights import TARGETS, random_engine
+from tools.lab.random_weights import TARGETS, in_16_bits, random_engine
 from tools.report.part import Options, Part, Result
 
 Texts = list[list[int]]
@@ -82,7 +82,6 @@ def _small(name: str, layers: int = 4, **sizes: Any) -> dict[str, Any]:
     return config | shape | kinds | sizes
 
 
-_PLAIN: dict[str, Any] = {"quantization_config": {}}
 _INT8: dict[str, Any] = {"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}}
 _EXPERTS = _small("qwen3-30b-a3b-fp8", num_experts=64, num_attention_heads=8)
 _HYBRID = _small("qwen3.8-27b-fp8", layers=8, linear_num_value_heads=32)
@@ -92,8 +91,8 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Way]]] = {
     "dense in FP8": (_small("qwen3-8b-fp8"), OF_BITS | INVARIANT),
     "gpt-oss": (_small("gpt-oss-20b"), OF_BITS | {name: WAYS[name] for name in (ACCEPTED, "the same, eager")}),
     "dense in int8": (_small("qwen3-8b") | _INT8, OF_BITS | INVARIANT),
-    "hybrid": (_HYBRID | _PLAIN, OF_BITS | IN_FP32),
-    "experts": (_EXPERTS | _PLAIN, OF_BITS | IN_FP32),
+    "hybrid": (in_16_bits(_HYBRID), OF_BITS | IN_FP32),
+    "experts": (in_16_bits(_EXPERTS), OF_BITS | IN_FP32),
     "dense": (_small("qwen3-0.6b", 12, vocab_size=151936), WAYS),
 }
 NUM_REQUESTS, PROMPT, ANSWER = 6, 60, 48
