@@ -17,21 +17,20 @@ from app.engine.device.base import (
     AttentionMask,
     AttentionMetadata,
     Backend,
-    LayerKv,
     ProjectedRows,
     Rotation,
 )
 from app.engine.device.comparison import Attention, Inputs, Lens, Paged, Prepared, difference
 from app.engine.device.factory import make_backend
-from tools.report.npu_questions import FULL, PAGE, planned
-from tools.report.part import Options, Part, Result, describe
+from tools.report.npu_questions import FULL, PAGE, answered
+from tools.report.part import Options, Part, Result
 from tools.report.timing import seconds_in_a_graph
 
 EPS = 1e-6
-PUBLISHED = {"PIECEWISE": 1249, "FULL_DECODE_ONLY": 1348}
-"""Output tokens/s of vllm-ascend with Qwen3-8B-DFlash-b16 and 8 drafts (its pull requests 8118 and 8516)."""
 DRAFTS, ACCEPTANCE = 8, 5.25
-"""Drafts a step, and the acceptance length that was published with these speeds."""
+"""Drafts a step, and the acceptance length that vllm-ascend published with its speeds (expected.py)."""
+FORMAT_NZ = 29
+"""ACL_FORMAT_FRACTAL_NZ of aclBaseDefs: an NPU's own order of a matrix, in tiles."""
 BATCH, PROMPT, ANSWER = 16, 3500, 1500
 
 
@@ -56,6 +55,16 @@ class CostSizes:
     calls: int = 20
     repeats: int = 10
 
+    @property
+    def products(self) -> dict[str, tuple[int, ...]]:
+        """Name -> [out, in] of the weights of a layer."""
+        return {
+            "qkv": ((self.heads + 2 * self.kv_heads) * self.dim, self.hidden),
+            "o": (self.hidden, self.heads * self.dim),
+            "gate_up": (2 * self.intermediate, self.hidden),
+            "down": (self.hidden, self.intermediate),
+        }
+
     def paged(self, lens: Lens, *, causal: bool = True, window: int | None = None) -> Paged:
         return Paged(lens, self.heads, self.kv_heads, self.dim, AttentionMask(causal, window), PAGE)
 
@@ -73,16 +82,8 @@ class Layer:
 
     @classmethod
     def made(cls, at: Inputs, sizes: CostSizes, attend: Attention) -> "Layer":
-        rows, heads = len(attend.q), sizes.heads + 2 * sizes.kv_heads
-        shapes = {
-            "qkv": (heads * sizes.dim, sizes.hidden),
-            "o": (sizes.hidden, sizes.heads * sizes.dim),
-            "gate_up": (2 * sizes.intermediate, sizes.hidden),
-            "down": (sizes.hidden, sizes.intermediate),
-            "norm": (sizes.hidden,),
-            "head_norm": (sizes.dim,),
-        }
-        weights = {name: _random(at.backend, *shape) for name, shape in shapes.items()}
+        rows, norms = len(attend.q), {"norm": (sizes.hidden,), "head_norm": (sizes.dim,)}
+        weights = {name: _random(at.backend, *shape) for name, shape in (sizes.products | norms).items()}
         slots = at.scattered(rows, len(attend.kv.k) * PAGE)
         return cls(at, sizes, attend, at.rotation(rows, sizes.dim), slots, weights)
 
@@ -128,16 +129,6 @@ class Layer:
 def parts(options: Options) -> list[Part]:
     opened = cache(partial(make_backend, options.device))
     return [Part(name, partial(answered, ask, opened, CostSizes())) for name, ask in QUESTIONS.items()]
-
-
-@torch.inference_mode()
-def answered(ask: Callable[[Backend, CostSizes], Result], opened: Callable[[], Backend], sizes: CostSizes) -> Result:
-    """Return `{"found", ...}`. A RuntimeError of torch_npu or of the device means that the call is refused."""
-    backend = opened()
-    try:
-        return ask(backend, sizes)
-    except RuntimeError as error:
-        return {"found": f"It is refused: {describe(error)['says']}.", "error": describe(error)}
 
 
 def graph_ms(
@@ -240,6 +231,31 @@ def _timed(
     return {"found": f"{begin} {whole:.4g} ms one by one.", "ms": whole, "cases": cases}
 
 
+def int8_products(backend: Backend, sizes: CostSizes, orders: Mapping[str, Callable[[Tensor], Tensor]]) -> Result:
+    """Time the four products of a layer in int8, with the quantisation of their rows, by the order of weights."""
+    at, taken = inputs(backend), {}
+    for name, order in orders.items():
+        calls = []
+        for out, inner in sizes.products.values():
+            weight = torch.randint(-127, 128, (out, inner), dtype=torch.int8, device=backend.device)
+            scale = torch.ones(out, device=backend.device)
+            calls.append(partial(_int8_product, at.normal(BATCH * (1 + DRAFTS), inner), order(weight), scale))
+        taken[name] = graph_ms(backend, partial(_run_all, calls), sizes)
+    each = ", ".join(f"{name} {1e3 * took:.4g} us" for name, took in taken.items())
+    return {"found": f"The products of a layer take in int8: {each}.", "ms": taken}
+
+
+def _run_all(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
+
+
+def _int8_product(x: Tensor, weight: Tensor, scale: Tensor) -> None:
+    """Multiply `x` [T, in] by an int8 weight [in, out], as the backend does."""
+    rows, scales = torch_npu.npu_dynamic_quant(x)
+    torch_npu.npu_quant_matmul(rows, weight, scale, pertoken_scale=scales, bias=None, output_dtype=torch.bfloat16)
+
+
 def widths(backend: Backend, sizes: CostSizes) -> Result:
     """Time a layer at the widths that are captured, and so what `--verify auto` can save."""
     cases = []
@@ -252,58 +268,20 @@ def widths(backend: Backend, sizes: CostSizes) -> Result:
     return {"found": f"{found} {sizes.widths[0]}, and {dear[-1]:.4g} ms at {sizes.widths[-1]}.", "cases": cases}
 
 
-def nz_pages(backend: Backend, sizes: CostSizes) -> Result:
-    """Attend to pages [pages, kv_heads, D / 16, page, 16], which one fused operator writes."""
-
-    def by_nz(at: Inputs) -> Prepared:
-        call = paged(at)
-        turned = LayerKv(*(_as_nz(pool) for pool in (call.kv.k, call.kv.v)))
-        return lambda: _attend_nz(call, turned)
-
-    paged = sizes.paged([(1 + DRAFTS, sizes.kv)] * BATCH)
-    _, error, call = difference(backend, by_nz, past=FULL, dtype=torch.bfloat16, against=paged)
-    ms = {
-        name: 1e3 * seconds_each(backend, run, sizes.calls, sizes.repeats)
-        for name, run in (("NZ", call), ("ND", paged(inputs(backend))))
-    }
-    found = f"NZ pages are taken, to {error:.4g} of the largest value: {ms['NZ']:.4g} ms, ours {ms['ND']:.4g} ms."
-    return {"found": found, "error_of_largest": error, "ms": ms}
-
-
-def _as_nz(pool: Tensor) -> Tensor:
-    """Return [pages, page, kv_heads, D] as [pages, kv_heads, D / 16, page, 16]."""
-    return pool.unflatten(3, (-1, 16)).permute(0, 2, 3, 1, 4).contiguous()
-
-
-def _attend_nz(call: Attention, kv: LayerKv) -> Tensor:
-    plan = planned(call)
-    o, _ = torch_npu.npu_fused_infer_attention_score(
-        call.q,
-        kv.k,
-        kv.v,
-        atten_mask=plan.mask,
-        actual_seq_lengths=plan.q_ends,
-        actual_seq_lengths_kv=plan.host_seq_lens,
-        block_table=call.meta.page_table,
-        num_heads=call.q.shape[1],
-        num_key_value_heads=kv.k.shape[1],
-        scale=call.q.shape[2] ** -0.5,
-        input_layout="TND",
-        sparse_mode=plan.sparse_mode,
-        block_size=call.meta.page_size,
-    )
-    return o
-
-
 def band(backend: Backend, sizes: CostSizes) -> Result:
-    """Attend under a window of 200 tokens, whose edge is where an error by one would show."""
-    lens = [(9, 300), (1, 201), (16, 200), (3, 129)]
-    both = (sizes.paged(lens, causal=causal, window=200) for causal in (True, False))
-    errors = [difference(backend, paged, past=FULL, dtype=torch.bfloat16)[1] for paged in both]
+    """Attend under a window of 200 tokens, at whose edge an error by one would show, also with one row alone."""
+    several, alone = [(9, 300), (1, 201), (16, 200), (3, 129)], [(1, 1500)]
+    errors = {
+        causal: max(
+            difference(backend, sizes.paged(lens, causal=causal, window=200), past=FULL, dtype=torch.bfloat16)[1]
+            for lens in (several, alone)
+        )
+        for causal in (True, False)
+    }
     return {
         "found": "Under a window of 200 the result is right to these shares of the largest value: causal rows "
-        f"{errors[0]:.4g}, bidirectional rows {errors[1]:.4g}.",
-        "error_of_largest": max(errors),
+        f"{errors[True]:.4g}, bidirectional rows {errors[False]:.4g}.",
+        "error_of_largest": max(errors.values()),
     }
 
 
@@ -339,11 +317,10 @@ def prediction(backend: Backend, sizes: CostSizes) -> Result:
     prompts = BATCH * PROMPT / sizes.chunk * chunk
     seconds = (ANSWER / ACCEPTANCE * step + prompts) / 1e3
     speed = BATCH * ANSWER / seconds
-    published = " and ".join(f"{rate:,} ({mode})" for mode, rate in PUBLISHED.items())
     found = (
         f"PREDICTED, not measured: {speed:,.0f} output tokens/s for Qwen3-8B, {BATCH} requests of {PROMPT:,} and "
         f"{ANSWER:,} tokens, {DRAFTS} drafts, {ACCEPTANCE} tokens a step of {step:.4g} ms, and {prompts / 1e3:.4g} s "
-        f"of prompts. The host's time is not in it. vllm-ascend published {published}."
+        f"of prompts. The host's time is not in it."
     )
     return {"found": found, "tokens_per_second": speed, "step_ms": step, "chunk_ms": chunk, "ms": ms}
 
@@ -355,7 +332,10 @@ QUESTIONS: dict[str, Callable[[Backend, CostSizes], Result]] = {
     "tasks of a layer": tasks,
     "tasks around the layers": around,
     "widths": widths,
-    "NZ pages": nz_pages,
+    "W8A8 products": partial(int8_products, orders={"ND": Tensor.t, "[in, out]": lambda w: w.t().contiguous()}),
+    "W8A8 products in NZ": partial(
+        int8_products, orders={"NZ": lambda w: torch_npu.npu_format_cast(w.t().contiguous(), FORMAT_NZ)}
+    ),
     "window": band,
     "prediction": prediction,
 }

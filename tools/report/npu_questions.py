@@ -14,7 +14,7 @@ from functools import cache, partial
 from math import isnan
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -47,8 +47,6 @@ RELIED_ON = (
     "captures",
 )
 """Points where the server relies on the answer; the others are about calls that it does not make."""
-UPDATE_US = 184
-"""Microseconds of an update on a 910B3 (vllm-ascend's issue 13058)."""
 DEFAULT_GRAPHS = 48
 """The default of --max-graphs."""
 
@@ -84,6 +82,7 @@ class QuestionSizes:
         return 1e3 * seconds_each(backend, call, self.timed, self.repeats)
 
 
+Sizes = TypeVar("Sizes")
 Point = Callable[[Backend, QuestionSizes], Result]
 POINTS: dict[str, tuple[str, Point]] = {}
 """Name -> the call that is tried, and its function."""
@@ -99,22 +98,33 @@ def point(name: str, tried: str) -> Callable[[Point], Point]:
 
 def parts(options: Options) -> list[Part]:
     opened = cache(partial(make_backend, options.device))
-    return [Part(name, partial(answered, name, opened, QuestionSizes())) for name in POINTS]
+    return [
+        Part(name, partial(answered, ask, opened, QuestionSizes(), name in RELIED_ON, tried=tried))
+        for name, (tried, ask) in POINTS.items()
+    ]
 
 
 @torch.inference_mode()
-def answered(name: str, opened: Callable[[], Backend], sizes: QuestionSizes) -> Result:
-    """Return `{"tried", "found", ...}`. A RuntimeError of torch_npu or of the device means that the call is refused."""
-    tried, ask = POINTS[name]
+def answered(
+    ask: Callable[[Backend, Sizes], Result],
+    opened: Callable[[], Backend],
+    sizes: Sizes,
+    relied_on: bool = False,
+    **about: str,
+) -> Result:
+    """Return `about`, and `found` with more of the answer. An error of torch_npu or of the device is a refused call.
+
+    Only what is relied on can fail.
+    """
     backend = opened()
     try:
-        result = {"tried": tried} | ask(backend, sizes)
-        return result | {"passed": result.get("passed", True) or name not in RELIED_ON}
+        result = ask(backend, sizes)
+        return about | result | {"passed": result.get("passed", True) or not relied_on}
     except RuntimeError as error:
         described = describe(error)
         meaning = f" ({described['meaning']})" if described["meaning"] else ""
         found = f"It is refused: {described['says']}{meaning}."
-        return {"tried": tried, "found": found, "error": described, "passed": name not in RELIED_ON}
+        return about | {"found": found, "error": described, "passed": not relied_on}
 
 
 @point("combination", "which versions work together here")
@@ -129,32 +139,6 @@ def combination(backend: Backend, sizes: QuestionSizes) -> Result:
         "machine": platform.machine(),
     }
     return {"found": f"{', '.join(f'{name} {version}' for name, version in found.items())}.", "versions": found}
-
-
-def write_pages(k_thd: torch.Tensor, v_thd: torch.Tensor, kv: LayerKv, slots: torch.Tensor) -> None:
-    """Write K and V into pages with the operator for it, which the backend may not have chosen."""
-    torch_npu.npu_scatter_pa_kv_cache(k_thd, v_thd, kv.k, kv.v, slots, cache_mode="Norm")
-
-
-@point("slots of -1", "npu_scatter_pa_kv_cache with slots of -1 among others")
-def negative_slots(backend: Backend, sizes: QuestionSizes) -> Result:
-    """Write rows with slot -1 between rows with valid slots."""
-    shape = (3, PAGE, sizes.kv_heads, 128)
-    kv = LayerKv(*(torch.zeros(shape, dtype=torch.bfloat16, device=backend.device) for _ in range(2)))
-    slots = torch.tensor([5, -1, 0, -1, 300, 131], dtype=torch.int32)
-    rows = torch.randn(len(slots), sizes.kv_heads, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
-    write_pages(rows.to(backend.device), rows.to(backend.device), kv, slots.to(backend.device))
-    stray, lost = 0, 0
-    for pool in (kv.k, kv.v):
-        flat, given = pool.cpu().flatten(0, 1), slots >= 0
-        lost += int((flat[slots[given].long()] != rows[given]).any(dim=(1, 2)).sum())
-        flat[slots[given].long()] = 0
-        stray += int(flat.any(dim=(1, 2)).sum())
-    if not stray and not lost:
-        found = "Rows with slot -1 are skipped; the others are written, slot 0 among them."
-    else:
-        found = f"Not skipped: {stray} slots hold what no row was to write, and {lost} rows were not written."
-    return {"found": found, "stray": stray, "lost": lost}
 
 
 @point("float16", "paged TND attention in float16, causal and bidirectional")
@@ -365,8 +349,7 @@ def updates(backend: Backend, sizes: QuestionSizes) -> Result:
     each = {way: 1e6 * median(seconds) / sizes.calls for way, seconds in updated.items()}
     found = (
         f"{sizes.calls} updates take the host {each['ours']:.4g} us each, by torch_npu's own pass "
-        f"{each['upstream']:.4g} us; the replay with them {1e3 * median(done):.4g} ms. "
-        f"{UPDATE_US} us each are published."
+        f"{each['upstream']:.4g} us; the replay with them {1e3 * median(done):.4g} ms."
     )
     return {"found": found, "each_us": each, "done_ms": 1e3 * median(done)}
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -45,7 +46,7 @@ FEW = npu_questions.QuestionSizes(
     heads=4, kv_heads=2, requests=2, kv=200, wide=(17,), calls=3, timed=1, repeats=2, graphs=4
 )
 TINY = roofline.RooflineSizes(copied=1 << 14, hidden=64, intermediate=96, qkv=80, weights=2, rows=(1, 16), layers=2)
-UNKNOWN = ["N6", "N7", "N9", "N11", "N12", "N16"]
+UNKNOWN = ["N6", "N7", "N9", "N11", "N12"]
 """Rules that the open points break on purpose."""
 
 
@@ -119,14 +120,15 @@ def test_an_operator_that_is_refused_has_failed_with_the_meaning_of_the_code(bac
 
 
 def point(name: str, backend: Backend) -> Result:
-    return answer(Part(name, partial(npu_questions.answered, name, lambda: backend, FEW)))
+    tried, ask = npu_questions.POINTS[name]
+    relied_on = name in npu_questions.RELIED_ON
+    return answer(Part(name, partial(npu_questions.answered, ask, lambda: backend, FEW, relied_on, tried=tried)))
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("combination", "chip Ascend910B3, torch 2.13.0"),
-        ("slots of -1", "Not skipped: 2 slots hold what no row was to write"),
         ("float16", "Float16 is taken, and the result is right"),
         ("padding of few tokens", "for the others the result is right"),
         ("head size 256", "D 256 is taken, and the result is right"),
@@ -137,7 +139,7 @@ def point(name: str, backend: Backend) -> Result:
         ("replays in a row", "In 2 replays in a row the result is right"),
         ("order of heads", "The order by heads is taken, and the result is right"),
         ("updates of a graph", "3 updates take the host"),
-        ("captures", "5 of 5 graphs were captured."),
+        ("captures", "5 of 5 graphs were captured. They took "),
     ],
 )
 def test_every_open_point_is_answered_in_a_sentence(backend: NpuBackend, name: str, said: str) -> None:
@@ -163,15 +165,6 @@ def test_attention_that_is_taken_and_wrong_is_said_to_be_wrong(backend: NpuBacke
     assert found["status"] == ("failed" if name in npu_questions.RELIED_ON else "ok")
 
 
-def test_slots_that_are_skipped_are_said_to_be(backend: NpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    def skip(k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
-        given = (slot_mapping >= 0).cpu().nonzero()[:, 0].to(slot_mapping.device)
-        backend.write_kv(k_thd[given], v_thd[given], kv, slot_mapping[given])
-
-    monkeypatch.setattr(npu_questions, "write_pages", skip)
-    assert point("slots of -1", backend)["result"]["found"].startswith("Rows with slot -1 are skipped")
-
-
 class Refusing(NpuBackend):
     """Return the error of a card that refuses a call."""
 
@@ -183,9 +176,6 @@ class Refusing(NpuBackend):
 def test_a_refusal_is_an_answer_and_ends_the_process(backend, name, monkeypatch):
     refusing = Refusing(torch.device("npu:0"))
     monkeypatch.setattr(npu_questions, "attention_of_heads", lambda *call: refusing.attention(*call))
-    monkeypatch.setattr(
-        npu_questions, "write_pages", lambda k, v, kv, slot_mapping: refusing.attention(k, kv, slot_mapping)
-    )
     found = point(name, refusing)
     assert found["result"]["found"].startswith("It is refused: RuntimeError: ") and "error" in found
     assert "(561002: " in found["result"]["found"]
@@ -206,6 +196,28 @@ def test_captures_stop_at_the_first_failure_with_its_words(backend, monkeypatch)
     assert found["status"] == "failed" and (found["result"]["captured"], found["result"]["wanted"]) == (3, 5)
     assert "3 of 5 graphs were captured; the next one failed: " in found["result"]["found"]
     assert "--max-graphs" in found["error"]["meaning"]
+
+
+class Overtaking(NpuBackend):
+    """Replays that get the lengths of the next one, as where updates do not wait for the replay before them."""
+
+    def capture(self, run: Any, metas: list[AttentionMetadata]) -> Any:
+        graph = super().capture(run, metas)
+        replay = graph.replay
+
+        def overtaken() -> None:
+            plans, (mask,) = metas[0].plans, metas[0].plans
+            metas[0].plans = {mask: replace(plans[mask], host_seq_lens=[kv // 2 for kv in plans[mask].host_seq_lens])}
+            replay()
+            metas[0].plans = plans
+
+        graph.replay = overtaken
+        return graph
+
+
+def test_replays_that_get_the_lengths_of_others_are_found(backend: NpuBackend) -> None:
+    found = point("replays in a row", Overtaking(torch.device("npu:0")))
+    assert found["status"] == "failed" and "is right" not in found["result"]["found"]
 
 
 def test_every_replay_of_the_update_point_gives_all_calls_anew(backend: NpuBackend) -> None:
@@ -372,14 +384,11 @@ LITTLE = npu_costs.CostSizes(
 
 @pytest.mark.parametrize("name", npu_costs.QUESTIONS)
 def test_every_question_about_costs_has_the_figure_that_decides_it(name: str) -> None:
-    with torch.inference_mode(), Numerics(lift=[*UNKNOWN, "N8"]):
+    with torch.inference_mode(), Numerics(lift=[*UNKNOWN, "N8", "N41"]):
         npu = NpuBackend(torch.device("npu:0"))
-        found = answer(Part(name, partial(npu_costs.answered, npu_costs.QUESTIONS[name], lambda: npu, LITTLE)))
+        found = answer(Part(name, partial(npu_questions.answered, npu_costs.QUESTIONS[name], lambda: npu, LITTLE)))
     result = found["result"]
     assert found["status"] == "ok" and json.loads(json.dumps(result)) == result, found
-    if name == "NZ pages":  # the harness has none
-        assert result["found"].startswith("It is refused")
-        return
     assert "error" not in result and any(character.isdigit() for character in result["found"]), result
     assert result.get("error_of_largest", 0.0) < 0.02
     if name == "tasks of a layer":
@@ -389,10 +398,10 @@ def test_every_question_about_costs_has_the_figure_that_decides_it(name: str) ->
 def test_the_predicted_speed_follows_from_the_times() -> None:
     with torch.inference_mode(), Numerics():
         npu = NpuBackend(torch.device("npu:0"))
-        result = npu_costs.answered(npu_costs.prediction, lambda: npu, LITTLE)
+        result = npu_costs.prediction(npu, LITTLE)
     step, prompts = sum(result["ms"].values()), 16 * 3500 / LITTLE.chunk * result["chunk_ms"]
     assert result["tokens_per_second"] == pytest.approx(16 * 1500 / ((1500 / 5.25 * step + prompts) / 1e3))
-    assert result["found"].startswith("PREDICTED, not measured: ") and "1,249 (PIECEWISE) and 1,348" in result["found"]
+    assert result["found"].startswith("PREDICTED, not measured: ")
 
 
 # ---- the process ------------------------------------------------------------------------------------------------
