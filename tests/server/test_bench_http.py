@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import httpx
 import pytest
 
 from app.config.error import ConfigError
+from tests import ROOT
 from tools.bench import flags, http, own_server
 from tools.bench.__main__ import main
 from tools.bench.cell import Cell
@@ -209,6 +211,24 @@ def test_own_servers_end_with_whatever_ends_the_bench() -> None:
     assert own.process.returncode is not None
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{own.url}/live", timeout=600)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_a_bench_that_is_killed_leaves_no_server() -> None:
+    program = (
+        "import sys, time\nfrom tools.bench.own_server import ServerProcess\n"
+        "with ServerProcess('plain', [sys.executable, '-c', 'import time; time.sleep(600)'], 1) as server:\n"
+        "    print(server.process.pid, flush=True)\n    time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) as bench:
+        assert bench.stdout is not None
+        server = Path(f"/proc/{int(bench.stdout.readline())}/cmdline")
+        assert server.read_bytes()
+        bench.kill()
+    deadline = time.monotonic() + 60
+    while server.exists() and server.read_bytes():  # a zombie has no command line
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("of_sigint", [signal.default_int_handler, signal.SIG_IGN], ids=["front", "background"])

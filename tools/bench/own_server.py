@@ -1,6 +1,7 @@
 """Servers that the bench starts: a `dflash-server serve` process for each variant."""
 
 import contextlib
+import ctypes
 import re
 import secrets
 import shlex
@@ -43,6 +44,16 @@ def flags_of(variant: str) -> tuple[str, ...]:
     raise ConfigError(f"--compare: there is no variant {variant!r}", f"there are {WISHES}")
 
 
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_the_bench() -> None:
+    """Ask Linux to end this process with the one that started it, which may be killed."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 class ServerProcess:
     """Context with a running server, in a separate session because Ctrl-C must reach only the bench.
 
@@ -62,6 +73,7 @@ class ServerProcess:
             stderr=self._log,
             env=engine_environment(),
             start_new_session=True,
+            preexec_fn=_end_with_the_bench,
         )
         return self
 
