@@ -216,7 +216,7 @@ FOREIGN_FLAGS = {
     "init help",
     "pip": "no-cache-dir no-deps no-build-isolation no-index only-binary require-hashes requirement index-url",
     "other tools": "out yes no-install-recommends gid uid create-home non-unique local-dir local_dir model format "
-    "target from-literal",
+    "dataset real-pair sections seconds target from-literal",
 }
 """Flags of the tools that stand around our own command in these files."""
 

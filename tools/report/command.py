@@ -58,6 +58,15 @@ def parse(arguments: Sequence[str]) -> tuple[Options, Path]:
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="where the files go [default: here, and ./gpu-report for a GPU]"
     )
+    parser.add_argument(
+        "--real-pair",
+        nargs=2,
+        metavar=("TARGET", "DRAFT"),
+        default=[],
+        help="folders of checkpoints; on a GPU a pair with SmolLM2's tokens, or its target's GGUF file, or smollm2",
+    )
+    about = "what the pair answers on an NPU, as `python -m tools.bench` takes it, like gsm8k.jsonl"
+    parser.add_argument("--dataset", default="demo:math", metavar="DATA", help=f"{about} [default: demo:math]")
     load = parser.add_argument_group("load of the engines on a GPU")
     load.add_argument(
         "--model",
@@ -66,13 +75,6 @@ def parse(arguments: Sequence[str]) -> tuple[Options, Path]:
         metavar="MODEL",
         default=list(MODELS),
         help=f"sizes of which models, in this order [default: {', '.join(MODELS)}]",
-    )
-    load.add_argument(
-        "--real-pair",
-        nargs=2,
-        metavar=("TARGET", "DRAFT"),
-        default=[],
-        help="folders of a pair with SmolLM2's tokens, or its target's GGUF file, or the pair's name smollm2",
     )
     load.add_argument("--concurrency", type=count, nargs="+", metavar="N", default=[1, 8, 32], help="[default: 1 8 32]")
     load.add_argument("--prompt", type=count, metavar="TOKENS", default=512, help="[default: 512]")
@@ -88,20 +90,22 @@ def parse(arguments: Sequence[str]) -> tuple[Options, Path]:
     parser.add_argument("--seconds", type=count, metavar="N", help="limit of all sections [default: 460 on a GPU]")
     given = vars(parser.parse_args(arguments))
     folder, options = given.pop("out"), Options(**given)
-    others = [model for model in options.models if model != REAL_PAIR]
+    made_up = [model for model in options.models if model != REAL_PAIR]
     if not options.real_pair:
-        options = replace(options, models=others)
+        options = replace(options, models=made_up)
     elif REAL_PAIR not in options.models:
-        options = replace(options, models=[*others, REAL_PAIR])
+        options = replace(options, models=[*made_up, REAL_PAIR])
     if not re.fullmatch(r"(npu|cuda)(:\d+)?", options.device):
         raise ConfigError(
             f"--device {options.device}: a report is on npu or cuda, or on one of several like npu:1",
             "dflash-server check looks at other devices",
         )
-    of_engines = ("models", "real_pair", "concurrency", "prompt", "answer", "rounds")
-    changed = [flag(name) for name in of_engines if given[name] != parser.get_default(name)]
-    if changed and options.kind == "npu":
-        raise ConfigError(f"{', '.join(changed)}: only a report on a GPU takes this", "leave it out")
+    refused, other = ["dataset"], "an NPU"
+    if options.kind == "npu":
+        refused, other = ["models", "concurrency", "prompt", "answer", "rounds"], "a GPU"
+        check_pair(options.real_pair)
+    if changed := [flag(name) for name in refused if given[name] != parser.get_default(name)]:
+        raise ConfigError(f"{', '.join(changed)}: only a report on {other} takes this", "leave it out")
     for model in options.models:
         if model not in (*NAMES, REAL_PAIR) and not Path(model).expanduser().is_file():
             raise ConfigError(
@@ -112,6 +116,14 @@ def parse(arguments: Sequence[str]) -> tuple[Options, Path]:
     if unknown := [name for name in options.sections if name not in known]:
         raise ConfigError(f"--sections {','.join(unknown)}: there is none", f"there are {', '.join(known)}")
     return options, folder or Path("gpu-report" if options.kind == "cuda" else "")
+
+
+def check_pair(folders: Sequence[str]) -> None:
+    """Raise ConfigError unless all are folders of checkpoints."""
+    for folder in folders:
+        if not (Path(folder) / "config.json").is_file():
+            hint = "give the folders of a target and of its draft, with config.json, weights and tokenizer"
+            raise ConfigError(f"--real-pair: {folder} has no config.json", hint)
 
 
 def flag(name: str) -> str:

@@ -99,8 +99,9 @@ class Run:
         return 1 + sum(accepted) / max(1, len(accepted))
 
 
-def run(core: EngineCore, wanted: list[Request]) -> Run:
-    done = Run()
+def run(core: EngineCore, wanted: list[Request], done: Run | None = None) -> Run:
+    """Add the requests' texts and drafts to `done`, or to a new Run."""
+    done = done or Run()
 
     def count(step: StepOutput) -> None:
         done.kinds.add(step.stats.kind)
@@ -109,7 +110,7 @@ def run(core: EngineCore, wanted: list[Request]) -> Run:
                 done.accepted.append(delta.steps[0].n_accepted)
                 done.accepted_of.setdefault(delta.request_id, []).append(delta.steps[0].n_accepted)
 
-    done.texts = core.run(wanted, count)
+    done.texts |= core.run(wanted, count)
     return done
 
 

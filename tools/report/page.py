@@ -10,7 +10,8 @@ Report = dict[str, Any]
 CHECKED = {
     "npu-report": """
 The NPU code of dflash-server was checked against torch_npu's schemas, meta kernels and host checks on CPU; not run
-on an Ascend device by its authors. This page says what this host's device did, and no other.""",
+on an Ascend device by its authors. This page says what this host's device did, and no other. What is `expected` is of
+a model of a step or of other servers' reports, and was not measured with this server.""",
     "gpu-report": """
 The CUDA code of dflash-server was checked in Triton's interpreter and compiled for sm_90. This page says what this
 host's GPU did, and no other.""",
@@ -25,6 +26,11 @@ of the memory's bandwidth; it may pass 1 where caches hold the inputs.""",
     "engine": """
 The same greedy requests for the demo pair in bfloat16. Where a text first leaves another, `gap` is how far the
 worse of the two tokens lies below the best logit, in float32 on the CPU.""",
+    "pair": """
+Real weights, greedy. Texts with drafts against texts without, of questions, of prompts of 40 to 3,000 tokens, and of
+single requests whose contexts pass 1,024 and 8,192 tokens.""",
+    "server": """
+Real weights behind HTTP: a question behind others, about 3,500 tokens, and answers of up to 1,500.""",
     "step": """
 The demo pair in bfloat16, whole blocks. `launch` is the host's time to schedule and launch a step, `read` its wait for
 the result.""",
@@ -34,7 +40,7 @@ and their time is the sum of their products. Figures of an H200 were measured. F
 from secondary sources, good to 15 % at best. A copy counts bytes read and written.""",
     "costs": """
 RANDOM WEIGHTS of the sizes of Qwen3-8B and its draft, in graphs unless said otherwise. The last line is a prediction
-from these times, beside what vllm-ascend published for this load.""",
+from these times.""",
     "collectives": """
 Sums of rows of 4,096 over ranks with a device each, in the server's dtype, by the library that the server uses. A time
 is of one sum, launched eagerly or among 20 in a graph. `same_bits_alone` False means that a row's bits depend on rows
@@ -60,6 +66,8 @@ HEADLINES = {
     "host": ("chip", "versions", "driver"),
     "open_points": ("combination",),
     "engine": None,
+    "pair": None,
+    "server": None,
     "step": None,
     "roofline": None,
     "costs": None,

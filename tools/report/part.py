@@ -27,7 +27,7 @@ class Options:
     """Device of a report, and the load of its engines: each of `models` has a name like "qwen3-8b", or is a
     config.json, or REAL_PAIR if `real_pair` names its target and draft.
 
-    `sections` are made in this order, or all if there are none.
+    `sections` are made in this order, or all if there are none. On an NPU the real pair answers questions of `dataset`.
     """
 
     device: str
@@ -39,6 +39,7 @@ class Options:
     rounds: int = 1
     sections: Sequence[str] = ()
     seconds: int | None = None
+    dataset: str = "demo:math"
 
     @property
     def kind(self) -> str:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from app.check import command as check
 from app.config.error import ConfigError
 from app.engine_client.child_process import LineProcess
+from tools.report.expected import EXPECTED
 from tools.report.page import figures, page, verdict
 
 Part = dict[str, Any]
@@ -239,6 +240,9 @@ class Run:
 
     def _add(self, section: str, part: Part) -> None:
         part = scrubbed(part)
+        expected = EXPECTED.get(section, {}).get(part["name"])
+        if expected and kind(self._found) == "NPU":
+            part["result"] |= {"expected": expected}
         self._found["sections"][section]["parts"].append(part)
         found = part.get("error", {}).get("says") or part["result"].get("found", "")
         took = f" ({part['seconds']:g} s)" if "seconds" in part else ""

@@ -26,8 +26,9 @@ from tests.devices.npu.launches import LAYER
 from tests.devices.npu.null_device import Trace, traced
 from tests.devices.npu.numerics import Numerics
 from tests.fast.engine.op_count import Launches
-from tools.report import engine, npu_costs, npu_questions, roofline, step
+from tools.report import engine, npu_costs, npu_questions, pair, roofline, step
 from tools.report import operators as report_operators
+from tools.report.expected import EXPECTED
 from tools.report.part import Options, Part, Result, answer
 from tools.report.roofline import Chip, chip_name, figures
 from tools.report.sections import SECTIONS
@@ -277,6 +278,24 @@ def test_a_text_that_leaves_the_others_is_told_with_its_place_and_gap() -> None:
     assert shorter["cases"] == [{"prompt": 0, "token": len(text) - 1, "gap": None}] and not shorter["passed"]
 
 
+def test_a_pair_is_compared_on_the_device_from_graphs_too(in_float32, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair, "LENGTHS", {"alone": (250,)})
+    monkeypatch.setattr(pair, "MAX_TOKENS", 12)
+    prompts = {"questions": demo.token_ids(2), "prompts": demo.token_ids(1), "alone": [demo.token_ids(1)[0] * 4]}
+    monkeypatch.setattr(pair.Pair, "_prompts", (prompts, demo.stop_token_ids()))
+    build = pair.build_engine
+    monkeypatch.setattr(
+        pair,
+        "build_engine",
+        lambda config: build(replace(config, dtype="float32", max_graphs=4, kv_cache_memory=96 << 20)),
+    )
+    given = Options("npu:0", real_pair=(str(engine.DEMO / "target"), str(engine.DEMO / "draft")))
+    for part in pair.parts(given):
+        found = answer(part)
+        assert found["status"] == "ok" and found["result"]["first difference"] is None, found
+        assert found["result"]["cases"][0]["acceptance length"] > 2
+
+
 # ---- step and launches ------------------------------------------------------------------------------------------
 
 
@@ -440,5 +459,6 @@ def test_a_section_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyPatc
 
 def test_nothing_is_made_before_it_is_asked_for() -> None:
     for name in SECTIONS["npu"]:
-        parts = SECTIONS["npu"][name].make(Options("npu:9"), 60.0)
-        assert len({part.name for part in parts}) == len(parts) > 1
+        parts = SECTIONS["npu"][name].make(Options("npu:9", real_pair=("target", "draft")), 60.0)
+        assert len({part.name for part in parts}) == len(parts) > 0
+        assert EXPECTED.get(name, {}).keys() <= {part.name for part in parts}, "an expectation of no part"

@@ -266,7 +266,15 @@ def test_the_options_reach_the_process_of_a_section(monkeypatch: pytest.MonkeyPa
     assert command.main(["--device", "cuda", *flags, "--real-pair", "a.gguf", "smollm2"]) == 0
     assert asked[0][:2] == ("cuda", Path("gpu-report"))
     wishes = {"device": "cuda", "models": ["qwen3-4b", "real pair"], "real_pair": ["a.gguf", "smollm2"]}
-    wishes |= {"concurrency": [1, 8], "prompt": 9, "answer": 7, "rounds": 2, "sections": [], "seconds": None}
+    wishes |= {
+        "concurrency": [1, 8],
+        "prompt": 9,
+        "answer": 7,
+        "rounds": 2,
+        "sections": [],
+        "seconds": None,
+        "dataset": "demo:math",
+    }
     assert asked[0][2] == ["speeds", json.dumps(wishes)]
 
 

@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 
 from app import cli
 from app.check import command as check
+from app.config.error import ConfigError
+from tests import ROOT
 from tests.fast.check.patient import HANG, Patient
 from tools.report import runner
-from tools.report.command import main
+from tools.report.command import main, parse
 from tools.report.page import page, summary, table
 from tools.report.runner import Program, report, scrubbed
 from tools.report.sections import SECTIONS
@@ -120,6 +123,35 @@ def test_a_device_that_cannot_be_used_leaves_the_sections_untried(tmp_path: Path
     assert code == 1 and [p["result"]["found"] for p in sections[FINE]["parts"]] == [
         "no NPU can be used here: sees no NPU"
     ]
+
+
+def test_the_sections_are_those_of_the_first_hour_in_its_order_each_with_a_limit() -> None:
+    guide = (ROOT / "docs" / "ascend.md").read_text()
+    hour = guide.partition("| minute |")[2].partition("\n\n")[0]
+    told = [name for name in re.findall(r"`([a-z_]+)`", hour) if name in SECTIONS["npu"]]
+    assert list(dict.fromkeys(told)) == list(SECTIONS["npu"])
+    assert all(section.part_seconds <= section.all_seconds < inf for section in SECTIONS["npu"].values())
+    *first, _, _ = (section.all_seconds for section in SECTIONS["npu"].values())
+    assert sum(first) <= 75 * 60, "operators and collectives come behind"
+    (command,) = re.findall(r"`python3 -m tools.report (--device npu --real-pair[^`]*)`", guide)
+    with pytest.raises(
+        ConfigError, match="--real-pair: /models/Qwen3-8B has no"
+    ):  # all flags are known, and this host has none
+        parse(command.split())
+
+
+def test_what_is_expected_stands_beside_the_answers_of_an_npu_alone(tmp_path: Path) -> None:
+    one = stand_in(
+        "say(dict(parts=['gap between tasks', 'other'], chip=''))\n"
+        "for n in ('gap between tasks', 'other'):"
+        " say(dict(name=n, status='ok', seconds=1.0, result=dict(found='4 us.')))"
+    )
+    given: tuple[tuple[str, str | None], ...] = (("npu:0", "3 us, by the model of a step"), ("cuda:0", None))
+    for device, expected in given:
+        report(device, tmp_path, {"costs": Program(one, 600.0)}, name="npu-report", host=())
+        found = json.loads((tmp_path / "npu-report.json").read_text())["sections"]["costs"]["parts"]
+        assert [part["result"].get("expected") for part in found] == [expected, None]
+        assert (f"| {expected} |" in (tmp_path / "npu-report.md").read_text()) is (expected is not None)
 
 
 def test_an_operator_that_fails_the_check_does_not_stop_the_report(tmp_path: Path) -> None:

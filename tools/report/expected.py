@@ -1,0 +1,50 @@
+"""What parts of a report on an NPU are expected to find. NONE OF IT WAS MEASURED WITH THIS SERVER.
+
+Figures are of other servers' reports, which are named, or of a model of a step of Qwen3-8B in bfloat16 on one 910B3,
+good to 20 %: 1.3 TB/s are read, 160 TFLOP/s multiplied, and a task takes 3 us beside. Imports no torch.
+"""
+
+MODEL = "by the model of a step"
+
+EXPECTED = {
+    "open_points": {
+        "combination": "torch 2.10.0, torch_npu 2.10.0.post4, CANN 9.1.0, a driver from 25.5.1 on",
+        "head size 256": "right, from CANN 9.0 on",
+        "partly filled pages": "right",
+        "more than 16 rows": "right: CANN's source limits another kernel",
+        "a chunk in a graph": "right: no length enters the workspace in CANN's source",
+        "replays in a row": "right",
+        "updates of a graph": "184 us each by torch_npu's own pass (vllm-ascend's issue 13058, 910B3), ours fewer",
+        "captures": "all",
+    },
+    "engine": {
+        "eager against the CPU": "the texts but for near ties, the acceptance length within 5 %",
+        "graphs against eager": "the same texts",
+    },
+    "pair": {
+        "eager": "the texts of plain decoding but for near ties; on GSM8K an acceptance length of 5.5 or more, with "
+        "Qwen3-8B and blocks of 16 rows",
+        "graphs": "the texts of eager code but for near ties; no 507046",
+    },
+    "server": {
+        "plain": f"74 tok/s at 1 and 770 at 16, {MODEL}",
+        "dflash": f"at 16 above 1,348 (vllm-ascend's pull request 8516; 1,554 in 11895), and 1,850 {MODEL}, all with "
+        "5.25 tokens accepted a step and answers of 1,500 tokens",
+    },
+    "costs": {
+        "strided norms": "0 us, or two hidden copies",
+        "gap between tasks": f"3 us, {MODEL}",
+        "tasks of a layer": f"0.37 ms for 16 sequences, {MODEL}: 21 ms for 36 layers with one row each",
+        "W8A8 products in NZ": "10 to 20 % below ND, a guess; vllm-ascend keeps int8 weights so",
+        "window": "below 0.01",
+        "prediction": f"1,850 tok/s {MODEL}; vllm-ascend published 1,249 (PIECEWISE) and 1,348 (FULL_DECODE_ONLY)",
+    },
+    "roofline": {
+        "copy": f"1,300 GB/s of reading alone, {MODEL}",
+        "matmul": f"160 TFLOP/s at best, {MODEL}",
+    },
+    "collectives": {
+        "2 ranks, attention in the graph": "taken; vllm-ascend's issue 13688 met 507009 on an A3 with CANN 9.0.0",
+    },
+}
+"""Section -> part -> expectation."""
