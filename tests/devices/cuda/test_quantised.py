@@ -13,8 +13,10 @@ from torch import Tensor
 
 from app.engine.cuda import eight_bits, rows
 from app.engine.cuda.backend import CudaBackend, InvariantCudaBackend
-from app.engine.quantised import QuantisedRows, QuantisedWeight, plain
+from app.engine.quantised import QuantisedRows, QuantisedWeight, Rows, Weight, plain
 from tests.devices.cuda.engines import DENSE, GRAPHS, engine, requests, use_kernels
+from tests.fast.engine.flat_request import flat_request
+from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.lossless import run_engine
 from tests.fast.engine.pairs import make_pair
 from tests.fast.engine.quantised import E4M3, quantise
@@ -232,6 +234,41 @@ def test_drafts_change_no_token_of_a_quantised_target(
     on = run_engine(engine(pair, **sizes, **GRAPHS), requests(max_tokens=6))
     assert on.texts == off.texts and on.verify_steps > 0
     assert bool(kept) == is_kept
+
+
+def test_drafts_change_no_token_of_a_hybrid_in_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its recurrent layers have plain gates beside quantised products, and heads of whole groups."""
+    seen: list[bool] = []
+
+    class Noted(CudaBackend):
+        def gated_norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float, reader: Weight) -> Rows:
+            found = super().gated_norm(o, z, weight, eps, reader)
+            seen.append(isinstance(found, QuantisedRows))
+            return found
+
+    use_kernels(monkeypatch, Noted)
+    sizes = {name: value for name, value in WHOLE_GROUPS.items() if name not in ("num_layers", "expert_size")}
+    heads: dict[str, Any] = {"k_heads": 1, "v_heads": 2, "k_dim": 16, "v_dim": 128}
+    layers = ("linear_attention", "full_attention")
+    pair = make_hybrid_pair(tmp_path / "pair", **sizes | {"seed": 11, "vocab_size": 5}, **heads, layer_types=layers)
+    pair = replace(pair, target=quantise(pair.target, tmp_path, "fp8 by row")[0])
+    off, on = (
+        run_engine(engine(pair, draft=draft, dtype="bfloat16"), requests(max_tokens=5)) for draft in (False, True)
+    )
+    assert on.texts == off.texts and on.verify_steps > 0 and all(seen) and seen
+
+
+@pytest.mark.slow
+def test_drafts_change_no_token_of_64_short_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --batch-invariant, in steps of up to 32 sequences."""
+    use_kernels(monkeypatch)
+    pair = make_pair(tmp_path / "pair", **WHOLE_GROUPS)
+    pair = replace(pair, target=quantise(pair.target, tmp_path, "fp8 by row")[0])
+    prompts = [tuple((7 * i + j * j) % 5 for j in range(1 + i % 4)) for i in range(64)]
+    asked = [flat_request(f"r{i}", prompt, 5) for i, prompt in enumerate(prompts)]
+    sizes: dict[str, Any] = {"dtype": "bfloat16", "max_num_seqs": 32}
+    off, on = run_engine(engine(pair, draft=False, **sizes), asked), run_engine(engine(pair, **sizes), asked)
+    assert on.texts == off.texts and len(on.texts) == 64 and on.verify_steps > 0
 
 
 def test_drafts_change_no_token_of_a_target_whose_experts_are_quantised(
