@@ -2,9 +2,10 @@
 
     TRITON_INTERPRET=1 python -m tests.devices.cuda.launches
 
-The target has 36 layers and the draft 5, like Qwen3-8B and its draft. Weights are tiny and random, because sizes do not
-change the number of launches. Graphs are captured on a CPU, and the launches of a capture are counted: each kernel in
-Triton, which does not run, and each operator of PyTorch. Not run on a GPU, where cuBLAS may split a product in two.
+The target has 36 layers in bfloat16 and the draft 5 in int8, like Qwen3-8B and its draft. Weights are tiny and random,
+because sizes do not change the number of launches. Graphs are captured on a CPU, and the launches of a capture are
+counted: each kernel in Triton, which does not run, and each operator of PyTorch. Not run on a GPU, where cuBLAS may
+split a product in two.
 """
 
 import contextlib
@@ -54,10 +55,12 @@ from tests.fast.engine.quantised import quantise
 LAYERS, DRAFT_LAYERS, BLOCK, MULTIPROCESSORS = 36, 5, 16, 132
 SHAPE: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 16, "block_size": BLOCK}
 SHAPE |= {"vocab_size": 128, "dtype": torch.bfloat16, "taps": (1, 9, 17, 25, 33)}
+SHAPE |= {"hidden_size": 128, "intermediate_size": 128}  # the least that a draft in int8 takes
 LAYER = ("norm", "mm", "quantise", "product8", "rope_and_write", "attend", "combine", "gated")
 """Kernels and operators of a layer."""
 WITHOUT_LAUNCH = ("empty", "new_empty", "_unsafe_view", "_reshape_alias", "detach", "alias", "lift_fresh")
-HEAD = f"| a step, {LAYERS} + {DRAFT_LAYERS} layers | launches | of the draft | a layer of the target | around layers |"
+HEAD = f"| a step, {LAYERS} + {DRAFT_LAYERS} layers | launches | of the draft "
+HEAD += "| a layer of the target | a layer of the draft | around layers |"
 STEPS = {"plain": 1, "whole blocks": BLOCK, "DFlash2": BLOCK, "DSpark": BLOCK}
 REWRITES = {"DFlash2": as_dflash2, "DSpark": in_deepspec_layout_with("vanilla")}
 """Other kinds of draft."""
@@ -226,22 +229,18 @@ def rows(folder: Path, num_seqs: int, step: str) -> tuple[str, Counter[str]]:
     found = of_graphs(pair, num_seqs, draft=draft)
     target = found["target", num_seqs, num_seqs * width]
     of_draft = found["draft", num_seqs, num_seqs * width] if draft else Counter[str]()
-    layer = {name: target[name] // LAYERS for name in LAYER}
-    around = target + of_draft
-    around -= Counter({name: count * (LAYERS + DRAFT_LAYERS * draft) for name, count in layer.items()})
-    cells = [
-        (target + of_draft).total(),
-        of_draft.total() or "-",
-        sum(layer.values()),
-        around.total(),
-    ]
+    around, a_layer = target + of_draft, []
+    for part, count in ((target, LAYERS), (of_draft, DRAFT_LAYERS)):
+        layer = Counter({name: part[name] // count for name in LAYER})
+        a_layer.append(layer.total() or "-")
+        around -= Counter({name: count * each for name, each in layer.items()})
+    cells = [(target + of_draft).total(), of_draft.total() or "-", *a_layer, around.total()]
     return f"| {step} at {num_seqs} | " + " | ".join(map(str, cells)) + " |", around
 
 
 def layer_in_8_bits(folder: Path) -> Counter[str]:
     """Return the launches of a layer of a plain step at 1 whose weights are in 8 bits."""
-    sizes = SHAPE | {"taps": (0,), "hidden_size": 128, "intermediate_size": 128}
-    pair = make_pair(folder, num_layers=2, draft_layers=1, **sizes)
+    pair = make_pair(folder, num_layers=2, draft_layers=1, **SHAPE | {"taps": (0,)})
     pair = replace(pair, target=quantise(pair.target, folder, "fp8 by row")[0])
     target = of_graphs(pair, 1, draft=False)["target", 1, 1]
     return Counter({name: target[name] // 2 for name in LAYER if target[name] > 1})
@@ -318,7 +317,7 @@ def recurrent_rows(folder: Path) -> list[str]:
 
 def main() -> None:
     """Print Markdown, and below it what is not a layer's."""
-    print(HEAD, "|---" * 5 + "|", sep="\n")
+    print(HEAD, "|---" * 6 + "|", sep="\n")
     kept = {}
     with tempfile.TemporaryDirectory() as folder:
         for num_seqs in (1, 32):

@@ -110,12 +110,12 @@ def noise(seed: int) -> Callable[..., Tensor]:
 def with_convolutions(config: Json, tensors: dict[str, Tensor]) -> None:
     """Convolve groups of 8 channels, of kernels that are far from the identity's."""
     config["dflash_config"] |= {"conv_kernel_size": 2, "conv_group_size": 8}
-    draw, dtype = noise(11), tensors["norm.weight"].dtype
+    draw, dtype, hidden = noise(11), tensors["norm.weight"].dtype, config["hidden_size"]
     for layer in range(config["num_hidden_layers"]):
         for part in ("attention", "mlp"):
-            base = draw(2, 2, 32, std=0.4)
+            base = draw(2, 2, hidden, std=0.4)
             base[:, 0] += 1
-            rows = draw(16, 32, std=0.3 * 32**-0.5)
+            rows = draw(4 * hidden // 8, hidden, std=0.3 * hidden**-0.5)
             tensors[f"layers.{layer}.{part}_conv.base_kernel"] = base.to(dtype)
             tensors[f"layers.{layer}.{part}_conv.kernel_projection.weight"] = rows.to(dtype)
 
@@ -124,10 +124,10 @@ def with_a_selector(config: Json, tensors: dict[str, Tensor]) -> None:
     """Choose among 6 candidates by pairs whose scores are as large as the logits."""
     config["architectures"] = ["DFlash2DraftModel"]
     config["dflash_config"] |= {"selector_rank": 5, "selector_top_k": 6}
-    draw, vocab = noise(12), config["vocab_size"]
+    draw, vocab, hidden = noise(12), config["vocab_size"], config["hidden_size"]
     tensors["candidate_selector.predecessor_codebook"] = draw(vocab, 5)
     tensors["candidate_selector.successor_codebook"] = draw(vocab, 5)
-    tensors["candidate_selector.hidden_projection.weight"] = draw(5, 32, std=32**-0.5)
+    tensors["candidate_selector.hidden_projection.weight"] = draw(5, hidden, std=hidden**-0.5)
 
 
 def as_dflash2(config: Json, tensors: dict[str, Tensor]) -> None:
@@ -176,9 +176,9 @@ def in_deepspec_layout(config: Json, tensors: dict[str, Tensor]) -> None:
     """Put all keys at the top level, without a Markov head, and bring both ends."""
     config |= config.pop("dflash_config") | {"architectures": ["Qwen3DSparkModel"], "markov_rank": 0}
     config |= {"num_anchors": 4, "markov_head_type": "vanilla"}
-    draw, vocab = noise(14), config["vocab_size"]
-    tensors["embed_tokens.weight"] = draw(vocab, 32, std=0.35)
-    tensors["lm_head.weight"] = draw(vocab, 32, std=2 * 32**-0.5)
+    draw, vocab, hidden = noise(14), config["vocab_size"], config["hidden_size"]
+    tensors["embed_tokens.weight"] = draw(vocab, hidden, std=0.35)
+    tensors["lm_head.weight"] = draw(vocab, hidden, std=2 * hidden**-0.5)
 
 
 def in_deepspec_layout_with(kind: str) -> Callable[[Json, dict[str, Tensor]], None]:
