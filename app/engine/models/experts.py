@@ -117,7 +117,8 @@ def _mxfp4(
         return in_bytes(stored, count, out_features, whole, *rest, part=Part(2, (local_blocks,)))
 
     numbers, stored_scales = read("blocks", FP4_BLOCK // 2), read("scales")
-    data, scales = torch.empty_like(numbers).flatten(2), torch.empty_like(stored_scales.mT)
+    data = torch.empty_like(numbers).flatten(2)
+    scales = torch.empty_like(stored_scales.mT, memory_format=torch.contiguous_format)  # as kernels read them
     _copy_rows(scales.mT, stored_scales, blocks)
     for expert in range(count):
         at = slice(expert, expert + 1)

@@ -191,6 +191,13 @@ def test_ranks_have_slices_of_packed_experts(tmp_path: Path, size: int) -> None:
     assert {part[1].skipped for part in parts} == ({0, 8, 16, 24} if size == 8 else {0, 16} if size == 4 else {0})
 
 
+@pytest.mark.parametrize("size", [1, 4])
+def test_packed_experts_lie_in_memory_as_kernels_read_them(tmp_path: Path, size: int) -> None:
+    folder = make_pair(tmp_path, **GPT_OSS | {"mxfp4": True}).target
+    for of_rank in on_ranks(size, lambda comm: packed_experts(folder, comm)):
+        assert all(weight.data.is_contiguous() and weight.scales.is_contiguous() for weight in of_rank)
+
+
 def test_the_memory_that_is_checked_is_that_of_packed_experts(tmp_path: Path) -> None:
     folder = make_pair(tmp_path, **GPT_OSS | {"mxfp4": True}).target
     weights, backend = CheckpointWeights(Checkpoint(folder), CPU, torch.float32), KeepsPacked(CPU)
