@@ -69,14 +69,13 @@ def _chunk(rows: int, sizes: Sizes, vocab_size: int, ends: Many[int], *, alone: 
     """Return the last `rows` rows of a prompt, after a row of a sequence that decodes on the same pages if it is not
     `alone`. Pages are the last of the pools, which end at `ends`."""
     num_tokens = min(CONTEXT + rows, sizes.max_model_len)
-    tokens = tuple(i % vocab_size for i in range(num_tokens))
     num_pages = -(-num_tokens // sizes.page_size)
     batch, start = Batch(), num_tokens - rows
     parts = [(batch.decodes, start - 1, 1), (batch.prefills, start, rows)]
     for entries, first, count in parts[alone or start == 0 :]:
-        seq = Sequence(Request("trial", tokens, 1), arrival=0)
-        seq.pages, seq.draft_pages = (
-            array("i", [max(0, end - num_pages + i) for i in range(num_pages)]) for end in (ends[0], ends[-1])
-        )
-        entries.append(ScheduledSequence(seq, first, count, needs_logits=True))
+        seq = Sequence(Request("trial", tuple(i % vocab_size for i in range(first + count)), 1), arrival=0)
+        own = range(-num_pages, -(-seq.num_tokens // sizes.page_size) - num_pages)
+        seq.pages, seq.draft_pages = (array("i", [max(0, end + i) for i in own]) for end in (ends[0], ends[-1]))
+        is_prefill = entries is batch.prefills
+        entries.append(ScheduledSequence(seq, first, count, needs_logits=True, is_prefill=is_prefill))
     return batch
