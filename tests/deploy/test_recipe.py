@@ -68,10 +68,8 @@ def cann_base(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+def image_in(work: Path) -> Recipe:
     """Run every step. torch is found on no index but its own."""
-    work = tmp_path_factory.mktemp("recipe")
     context, index = copied_tree(work / "context"), work / "index" / "torch"
     index.mkdir(parents=True)
     wheel = torch_wheel(index)
@@ -89,7 +87,7 @@ def packages(image: Recipe) -> dict[str, str]:
     return {d.metadata["Name"].lower().replace("_", "-"): d.version for d in found if d.metadata["Name"] != "pip"}
 
 
-def test_the_image_has_the_locked_packages_and_none_conflicts(image: Recipe) -> None:
+def has_the_locked_packages_and_none_conflicts(image: Recipe) -> None:
     lock = (ROOT / "docker/requirements-npu-amd64.txt").read_text()
     locked = dict(re.findall(r"^([a-z0-9.-]+)==(\S+)", lock, re.MULTILINE))
     assert packages(image) == locked | {"torch": "2.10.0+cpu", "dflash-server": "0.1.0"}
@@ -100,7 +98,7 @@ def test_the_image_has_the_locked_packages_and_none_conflicts(image: Recipe) -> 
     assert not list(image.root.glob("usr/local/python*/lib/python*/site-packages/torch/test"))
 
 
-def test_the_server_is_installed_whole_and_so_are_its_instruments(image: Recipe) -> None:
+def has_the_whole_server_and_its_instruments(image: Recipe) -> None:
     (app,) = image.root.glob("usr/local/python*/lib/python*/site-packages/app")
     tree = {path.relative_to(ROOT / "app") for path in (ROOT / "app").rglob("*") if path.is_file()}
     left_out = {path.suffix for path in tree if not (app / path).exists()}
@@ -110,7 +108,7 @@ def test_the_server_is_installed_whole_and_so_are_its_instruments(image: Recipe)
     assert not (image.root / "src").exists()
 
 
-def test_the_entrypoint_runs_under_tini_with_canns_environment(image: Recipe) -> None:
+def starts_under_tini_with_canns_environment(image: Recipe) -> None:
     entrypoint = [image.moved(word) for word in json.loads(image.settings["ENTRYPOINT"])]
     assert json.loads(image.settings["CMD"]) == ["serve"]
     said = image.run(*entrypoint, "--help")
@@ -124,8 +122,17 @@ def test_the_entrypoint_runs_under_tini_with_canns_environment(image: Recipe) ->
     assert image.run(*under_tini, TINI_SUBREAPER="1", LD_PRELOAD="").stdout == "/opp 0 False\n"
 
 
-def test_the_user_shares_the_numbers_of_huaweis_and_any_user_may_write_its_home(image: Recipe) -> None:
+def has_a_user_with_the_numbers_of_huaweis_and_a_home_for_any(image: Recipe) -> None:
     entries = (image.root / "etc/passwd").read_text().splitlines()
     assert [entry.split(":")[2:4] for entry in entries if entry.startswith("dflash:")] == [["1000", "1000"]]
     assert (image.root / "home/dflash").stat().st_mode & 0o7777 == 0o1777
     assert image.settings["USER"] == "${USER_ID}:${GROUP_ID}" and image.settings["WORKDIR"] == "/home/dflash"
+
+
+def test_every_step_of_the_recipe_runs_and_the_image_has_what_it_needs(tmp_path: Path) -> None:
+    """One test, because a test's process runs all steps."""
+    image = image_in(tmp_path)
+    has_the_locked_packages_and_none_conflicts(image)
+    has_the_whole_server_and_its_instruments(image)
+    starts_under_tini_with_canns_environment(image)
+    has_a_user_with_the_numbers_of_huaweis_and_a_home_for_any(image)
