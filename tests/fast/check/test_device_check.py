@@ -280,23 +280,38 @@ def test_an_old_driver_is_said_to_want_no_graphs(tmp_path: Path) -> None:
         assert host_check.graphs(tmp_path).status == "ok"
 
 
+def nodes_of_the_backend() -> list[Any]:
+    sources = [path.read_text() for path in (Path(cli.__file__).parent / "engine/npu").glob("*.py")]
+    return [node for source in sources for node in ast.walk(ast.parse(source))]
+
+
 def calls_of_torch_npu() -> list[ast.Call]:
     """Every call of an operator of torch_npu in the NPU backend."""
-    sources = [path.read_text() for path in (Path(cli.__file__).parent / "engine/npu").glob("*.py")]
-    nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
-    calls: list[Any] = [node for node in nodes if isinstance(node, ast.Call)]
+    calls: list[Any] = [node for node in nodes_of_the_backend() if isinstance(node, ast.Call)]
     named = [call for call in calls if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name)]
     return [call for call in named if call.func.value.id == "torch_npu" and "npu_" in call.func.attr]
 
 
 def test_the_operators_that_are_looked_for_are_those_that_the_backend_calls() -> None:
-    calls = calls_of_torch_npu()
+    calls, assigned = calls_of_torch_npu(), [node for node in nodes_of_the_backend() if hasattr(node, "value")]
+    shared = {  # keywords that two calls share
+        node.target.id: [key.value for key in node.value.keys]
+        for node in assigned
+        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)
+    }
+    tuples = {
+        node.targets[0].id: len(node.value.elts)
+        for node in assigned
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and isinstance(node.targets[0], ast.Name)
+    }
     assert {call.func.attr for call in calls} == set(host_check.OPERATORS)  # type: ignore[attr-defined]
     for call in calls:
         listed = host_check.OPERATORS[call.func.attr].split()  # type: ignore[attr-defined]
-        starred = sum(isinstance(argument, ast.Starred) for argument in call.args)  # cos and sin of a rotation
-        assert len(call.args) + len(call.keywords) + starred == len(listed)
-        assert {keyword.arg for keyword in call.keywords} <= set(listed[len(call.args) :])
+        given: list[Any] = [argument.value if isinstance(argument, ast.Starred) else None for argument in call.args]
+        number = sum(1 if name is None else tuples.get(getattr(name, "id", ""), 2) for name in given)  # cos and sin
+        keywords = [name for k in call.keywords for name in ([k.arg] if k.arg else shared[k.value.id])]  # type: ignore[attr-defined]
+        assert number + len(keywords) == len(listed)
+        assert set(keywords) <= set(listed[number:])
 
 
 # ---- a CPU's compiler --------------------------------------------------------------------------------------------
