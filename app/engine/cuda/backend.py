@@ -131,6 +131,9 @@ class CudaBackend(TorchBackend):
     def gated_norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float, reader: Weight) -> Rows:
         return rows.gated_norm(o, z, weight, eps, _kind(reader))
 
+    def sigmoid_mul(self, x: Tensor, gate: Tensor, reader: Weight) -> Rows:
+        return rows.sigmoid_mul(x, gate, _kind(reader))
+
     def moe(self, x: Rows, weights: ExpertWeights, config: MoeConfig) -> Tensor:
         """Return `Backend.moe`. PyTorch's grouped product takes only bfloat16, and serves many rows of an expert."""
         both = weights.gate_up, weights.down

@@ -209,25 +209,49 @@ def convolved(
 
 def silu_mul(gate_up: Tensor, kind: torch.dtype | None = None) -> Rows:
     """Return silu(gate) * up `[T, I]` of `[T, 2I]`, gate first, in 8 bits of `kind` unless it is None."""
-    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = empty_rows(gate_up[:, :size], kind) if kind else gate_up.new_empty(num_rows, size)
+    return _gated(*gate_up.chunk(2, dim=1), kind, is_silu=True)
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor, kind: torch.dtype | None = None) -> Rows:
+    """Return x * sigmoid(gate) `[T, I]`, in 8 bits of `kind` unless it is None."""
+    return _gated(gate, x, kind, is_silu=False)
+
+
+def _gated(gate: Tensor, x: Tensor, kind: torch.dtype | None, *, is_silu: bool) -> Rows:
+    num_rows, size = gate.shape
+    out = empty_rows(gate, kind) if kind else gate.new_empty(num_rows, size)
     rows = items_per_program(num_rows, on_gpu=1)
     grid = triton.cdiv(num_rows, rows), triton.cdiv(size, SILU_BLOCK.value)
-    gated[grid](gate_up.contiguous(), *_memory(out), num_rows, SIZE=size, ROWS=rows)
+    strides = gate.stride(0), x.stride(0)
+    gated[grid](gate, x, *strides, *_memory(out), num_rows, SIZE=size, IS_SILU=is_silu, ROWS=rows)
     return out
 
 
 @triton.jit(do_not_specialize=["num_rows", "scale_stride"])
-def gated(x_ptr, out_ptr, bits_ptr, scale_ptr, scale_stride, num_rows, SIZE: tl.constexpr, ROWS: tl.constexpr):
-    """Compute SILU_BLOCK columns of ROWS rows, as they are or in 8 bits."""
+def gated(
+    gate_ptr,
+    x_ptr,
+    gate_stride,
+    x_stride,
+    out_ptr,
+    bits_ptr,
+    scale_ptr,
+    scale_stride,
+    num_rows,
+    SIZE: tl.constexpr,
+    IS_SILU: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Compute SILU_BLOCK columns of x * silu(gate), or of x * sigmoid(gate), as they are or in 8 bits, of ROWS rows."""
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(1) * SILU_BLOCK
     columns = first + tl.arange(0, SILU_BLOCK)[None, :]
     inside = (index < num_rows)[:, None] & (columns < SIZE)
     row = index.to(tl.int64)[:, None]
-    gate = tl.load(x_ptr + row * (2 * SIZE) + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * (2 * SIZE) + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
-    out = (gate / (1.0 + tl.exp(-gate)) * up).to(x_ptr.dtype.element_ty)
+    gate = tl.load(gate_ptr + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    out = (gate if IS_SILU else 1.0) / (1.0 + tl.exp(-gate)) * x
+    out = out.to(x_ptr.dtype.element_ty)
     if bits_ptr is None:
         tl.store(out_ptr + row * SIZE + columns, out, mask=inside)
     else:

@@ -317,6 +317,10 @@ class Backend(ABC):
         [T, Nv, Dv] and z [T, Nv * Dv] with strided rows. It is rounded once."""
         return (self.rms_norm(o, weight, eps).flatten(1) * F.silu(z.float())).to(z.dtype)
 
+    def sigmoid_mul(self, x: Tensor, gate: Tensor, reader: Weight) -> Rows:
+        """Return x * sigmoid(gate) [T, heads * D], or as the product by `reader` takes it."""
+        return x * torch.sigmoid(gate)
+
     def qkv_into_kv(self, rows: ProjectedRows) -> Tensor:
         """Apply RMSNorm and RoPE to each head of q and k, write K and V, and return q [T, heads, D]."""
         q, k, v = rows.split()

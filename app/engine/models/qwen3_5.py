@@ -54,9 +54,9 @@ class GatedAttention(Attention):
         self.gate = held(layer.backend.pack_linear(gate))
         self.readers += (self.gate,)
 
-    def attend(self, x: Rows, rows: StepRows, kv: LayerKv) -> Tensor:
+    def attend(self, x: Rows, rows: StepRows, kv: LayerKv) -> Rows:
         gate = self._backend.linear(x, self.gate)
-        return super().attend(x, rows, kv) * torch.sigmoid(gate)
+        return self._backend.sigmoid_mul(super().attend(x, rows, kv), gate, self.o)
 
 
 class TextWeights:

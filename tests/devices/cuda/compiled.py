@@ -242,6 +242,7 @@ def launch_gated_delta(backend: CudaBackend, *, narrow: bool) -> None:
             in_8_bits = QuantisedWeight(empty(1, dtype=torch.float8_e4m3fn), empty(1), torch.bfloat16)
             for reader in (empty(1), in_8_bits) if dtype == torch.bfloat16 else (empty(1),):
                 backend.gated_norm(o, z, empty(dim, dtype=torch.float32), 1e-6, reader)
+                backend.sigmoid_mul(empty(rows, v_heads * dim, dtype=dtype), z, reader)
             own = *(numbers(num_seqs) for _ in range(2)), numbers(num_seqs + 1)
             backend.commit_prompts(GatedDeltaPrompts(inputs, weights, memory, *slots, *own, []))
 

@@ -112,6 +112,18 @@ def test_a_gated_mlp_quantises_between_its_products(backend: CudaBackend, kind: 
 
 
 @by_kind
+def test_heads_of_attention_are_quantised_with_their_gates(backend: CudaBackend, kind: torch.dtype) -> None:
+    weight = torch.ones(1)
+    for count in (1, 5):
+        gate, x = normal(count, 2 * COLUMNS)[:, COLUMNS:], normal(count, COLUMNS)
+        found = backend.sigmoid_mul(x, gate, weight)
+        assert isinstance(found, Tensor)
+        torch.testing.assert_close(found, (x.float() * gate.float().sigmoid()).to(x.dtype), rtol=2**-7, atol=0)
+        quantised = backend.sigmoid_mul(x, gate, QuantisedWeight(weight.to(kind), weight, BF16))
+        assert isinstance(quantised, QuantisedRows) and same_rows(quantised, eight_bits.quantised(found, kind))
+
+
+@by_kind
 def test_heads_of_whole_groups_are_quantised_with_their_gates(backend: CudaBackend, kind: torch.dtype) -> None:
     weight = torch.ones(1)
     for count, heads, dim in ((1, 4, 128), (5, 2, 256), (3, 4, 32)):
