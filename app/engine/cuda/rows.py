@@ -209,7 +209,8 @@ def convolved(
 
 def silu_mul(gate_up: Tensor, kind: torch.dtype | None = None) -> Rows:
     """Return silu(gate) * up `[T, I]` of `[T, 2I]`, gate first, in 8 bits of `kind` unless it is None."""
-    return _gated(*gate_up.chunk(2, dim=1), kind, is_silu=True)
+    gate, up = gate_up.chunk(2, dim=1)
+    return _gated(gate, up, kind, is_silu=True)
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor, kind: torch.dtype | None = None) -> Rows:
