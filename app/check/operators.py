@@ -31,7 +31,7 @@ from app.engine.device.comparison import (
 )
 from app.engine.device.moe import ExpertWeights, MoeConfig
 from app.engine.device.probe import Finding, failed, ok
-from app.engine.device.recurrent import GatedDeltaStep, GatedDeltaWeights, LayerState
+from app.engine.device.recurrent import GatedDeltaPrompts, GatedDeltaStep, GatedDeltaWeights, LayerState
 from app.engine.quantised import FP4_BLOCK, ExpertWeight, PackedFp4, QuantisedWeight, Weight
 
 EPS = 1e-6
@@ -158,6 +158,8 @@ def cases(extent: Extent) -> dict[str, list[Case]]:
         moved = 2 * FLOAT32_BYTES * batch * heads * dim * dim
         for width in (1, block):
             add("commit_and_verify", _commit_and_verify, batch, width, *extent.recurrent, tolerance=loose, moved=moved)
+    for n in extent.num_rows:
+        add("commit_prompts", _commit_prompts, n, *extent.recurrent, tolerance=loose)
     return dict(made)
 
 
@@ -364,6 +366,26 @@ def _commit_and_verify(at: Inputs, batch: int, width: int, k_heads: int, v_heads
         return o, memory.matrix, memory.conv, memory.num_tokens, pending
 
     return call
+
+
+def _commit_prompts(at: Inputs, count: int, k_heads: int, v_heads: int, dim: int) -> Prepared:
+    """A new prompt of `count` rows, and one that goes on behind pending rows and leaves a state in its middle."""
+    shape, block = GatedDeltaConfig((0,), 4, k_heads, v_heads, dim, dim), 16
+    memory = LayerState(
+        at.normal(6, v_heads, dim, dim).float(),
+        at.normal(6, 3, shape.channels),
+        at.normal(6, block, shape.input_width),
+        at.int32([40] * 6),
+    )
+    gates = at.normal(v_heads).float() - 1, at.normal(v_heads).float() - 1
+    weights = GatedDeltaWeights(at.normal(shape.channels, 4), *gates)
+    slots, next_slots, split_slots = (at.int32(numbers).long() for numbers in ([1, 2], [3, 4], [0, 5]))
+    rows = at.int32([0, 45]), at.int32([0, count]), at.int32([0, count, 2 * count + 7])
+    inputs, parts = at.normal(2 * count + 7, shape.input_width), [[count], [count, 7]]
+    step = GatedDeltaPrompts(
+        inputs, weights, memory, slots, next_slots, split_slots, *rows, parts, at.backend.memory_is_host
+    )
+    return lambda: (at.backend.commit_prompts(step), memory.matrix, memory.conv, memory.num_tokens)
 
 
 def find(backend: Backend, name: str) -> Finding:

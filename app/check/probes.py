@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 OPERATORS = (
     "causal_attention bidirectional_attention sliding_attention write_kv rms_norm add_rms_norm rope linear gated_mlp "
-    "moe qkv_into_kv context_into_kv commit_and_verify embed_blocks positions_and_slots verify advance_by_accepted"
+    "moe qkv_into_kv context_into_kv commit_and_verify commit_prompts embed_blocks positions_and_slots verify "
+    "advance_by_accepted"
 ).split()
 """Names of the cases in app/check/operators.py, which imports torch."""
 MEMORY_SHARE = 0.9

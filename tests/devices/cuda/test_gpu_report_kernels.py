@@ -43,7 +43,8 @@ SIZES = Extent(
 )
 KERNELS = (
     "causal_attention bidirectional_attention sliding_attention rms_norm add_rms_norm gated_mlp moe qkv_into_kv "
-    "context_into_kv positions_and_slots embed_blocks verify advance_by_accepted commit_and_verify"
+    "context_into_kv positions_and_slots embed_blocks verify advance_by_accepted commit_and_verify "
+    "commit_prompts"
 ).split()
 
 

@@ -12,7 +12,7 @@ from app.engine.cpu import linear
 from app.engine.cpu.backend import CpuBackend
 from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv, Rotation
 from app.engine.device.moe import ExpertWeights, MoeConfig
-from app.engine.device.recurrent import GatedDeltaStep
+from app.engine.device.recurrent import GatedDeltaPrompts, GatedDeltaStep
 from app.engine.device.torch import TorchBackend
 from tools.report.operators import BF16, about_pages
 
@@ -94,6 +94,9 @@ class Wrong(TorchBackend):
 
     def commit_and_verify(self, step: GatedDeltaStep) -> Tensor:
         return super().commit_and_verify(step._replace(starts=(step.starts - 1).clamp(min=0)))
+
+    def commit_prompts(self, step: GatedDeltaPrompts) -> Tensor:
+        return super().commit_prompts(step._replace(split_slots=step.next_slots))
 
     def embed_blocks(self, anchors: Tensor, mask_token_id: int, block_size: int, embedding: Tensor) -> Tensor:
         return super().embed_blocks(anchors, mask_token_id - 1, block_size, embedding)
