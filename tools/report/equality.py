@@ -96,7 +96,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Way]]] = {
     "dense": (_small("qwen3-0.6b", 12, vocab_size=151936), WAYS),
 }
 NUM_REQUESTS, PROMPT, ANSWER = 6, 60, 48
-SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 512, "max_graphs": 16, "enforce_eager": False}
+SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 512, "max_graphs": 24, "enforce_eager": False}
 
 
 def parts(options: Options) -> list[Part]:

@@ -16,7 +16,6 @@ from app.engine.device.base import Backend
 from app.engine.device.comparison import Inputs, Lens, Prepared
 from app.engine.device.factory import make_backend
 from app.engine.sampling.sampler import Sampler
-from tools.report import hazards
 from tools.report.part import Options, Part, Result, describe
 from tools.report.roofline import Chip, chip_of
 from tools.report.timing import Seconds, Timer, timer
@@ -163,7 +162,9 @@ def parts(options: Options) -> list[Part]:
     checked = parts_of(cases, extent.past, opened, each_case=on_gpu)
     if not on_gpu:
         return checked
-    return hazards.parts(options, hazards.HazardSizes()) + checked
+    from tools.report import hazards, products  # they need Triton
+
+    return hazards.parts(options, hazards.HazardSizes()) + checked + products.parts(options, products.ProductSizes())
 
 
 def parts_of(

@@ -102,8 +102,8 @@ SECTIONS = {
         "collectives": Section(collectives, 700.0, 1500.0),
     },
     "cuda": {
-        "operators": Section(operators, 45.0, 120.0),
-        "equality": Section(equality, 60.0, 120.0),
+        "operators": Section(operators, 45.0, 130.0),
+        "equality": Section(equality, 60.0, 110.0),
         "speeds": Section(speeds, 60.0, 260.0),
         "roofline": Section(roofline, 30.0, 60.0),
         "engine": Section(engine, 60.0, 90.0),

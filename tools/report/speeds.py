@@ -86,6 +86,8 @@ class Engines:
         if key not in self._made:
             self._made.clear()
             begun = time.monotonic()
+            if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
             engine = self._build(*key)
             self._made[key] = Built(model, engine, time.monotonic() - begun, engine.core.scheduler.policy)
             if engine.draft and model != REAL_PAIR:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +13,17 @@ from torch.cuda._utils import _get_device_index as index_of
 
 from app.check import operators
 from app.check.operators import Extent
+from app.engine.checkpoint.draft import draft_config
+from app.engine.checkpoint.families import target_config
 from app.engine.cuda import gated_delta
 from app.engine.cuda.backend import CudaBackend, InvariantCudaBackend
 from app.engine.device.moe import MoeConfig
 from app.engine.device.recurrent import GatedDeltaStep
+from app.engine.quantised import PackedFp4
 from tests.costs import landing_ones
 from tests.devices.cuda.engines import GRAPHS, interpreted, use_kernels
-from tools.report import command, equality, hazards
+from tools.lab.random_weights import TARGETS, draft_for
+from tools.report import command, equality, hazards, products
 from tools.report import section as report_section
 from tools.report.operators import compared, of_graphs, of_torch
 from tools.report.part import MODELS, REAL_PAIR, Options, Result
@@ -63,8 +68,9 @@ def hazards_found(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
 
 @pytest.mark.usefixtures("sums_in_order")
 def test_products_and_experts_are_checked_in_graphs_alone_and_with_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all((found := hazards_found(monkeypatch)).values()), found
-    assert len(found) == 9
+    found = hazards_found(monkeypatch)
+    # Triton 3.7.1's interpreter reads NaN in e4m3 as 480.
+    assert [name for name, passed in found.items() if not passed] == ["NaN in a weight in e4m3"] and len(found) == 13
 
 
 @pytest.mark.usefixtures("sums_in_order")
@@ -73,7 +79,8 @@ def test_what_a_graph_keeps_of_its_capture_is_found(monkeypatch: pytest.MonkeyPa
         return SimpleNamespace(outputs=run(), replay=lambda: None)
 
     monkeypatch.setattr(CudaBackend, "capture", frozen)
-    assert {name for name, passed in hazards_found(monkeypatch).items() if not passed} == {
+    wrong = {name for name, passed in hazards_found(monkeypatch).items() if not passed and "NaN" not in name}
+    assert wrong == {
         f"{kind} in {name}, replayed" for kind in ("product", "experts") for name in ("16 bits", "int8", "e4m3")
     }
 
@@ -88,8 +95,8 @@ def test_a_row_whose_bits_are_the_batchs_and_a_nan_that_is_lost_are_found(monkey
 
         monkeypatch.setattr(kind, "linear", of_batch)
     wrong = {name for name, passed in hazards_found(monkeypatch).items() if not passed}
-    alone = {f"rows alone in {name}, --batch-invariant" for name in ("int8", "e4m3")}
-    assert wrong == alone | {"NaN in e4m3"}
+    alone = {f"rows alone in {name}{end}" for name in ("int8", "e4m3") for end in ("", ", --batch-invariant")}
+    assert wrong == alone | {"NaN in a weight in e4m3", "NaN in rows for int8", "NaN in rows for e4m3"}
 
 
 SIZES_OF_ENGINES = {"max_num_seqs": 2, "max_model_len": 32, "kv_cache_memory": 1 << 20, "page_size": 4}
@@ -106,6 +113,16 @@ TINY_HYBRID = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
 
 
 KINDS = ["hybrid in FP8", "experts in FP8", "dense in FP8", "gpt-oss", "dense in int8"]
+
+
+def test_experts_in_mxfp4_have_the_numbers_of_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TARGETS["gpt-oss-20b"] | TINY | TINY_EXPERTS | {"num_hidden_layers": 2, "head_dim": 16}
+    config |= {"layer_types": config["layer_types"][:2]}
+    opened = partial(interpreted, "cpu")
+    assert products.same_numbers(opened, config, (1, 40))["passed"]
+    own = PackedFp4.dequantised
+    monkeypatch.setattr(PackedFp4, "dequantised", lambda self: own(self).roll(1, dims=-1))
+    assert not products.same_numbers(opened, config, (1, 40))["passed"]
 
 
 @pytest.mark.parametrize("kind", landing_ones(KINDS, ("hybrid in FP8",)))
@@ -131,6 +148,11 @@ def ran(run: Callable[[], object]) -> float:
     return 1e-6
 
 
+def test_every_kind_of_target_has_a_config_and_a_draft() -> None:
+    for model, _ in equality.KINDS.values():
+        draft_config(draft_for(model), target_config(model))
+
+
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_every_section_has_its_parts_with_the_options_of_the_command(monkeypatch, device):
     """As its process makes them, but on a CPU. torch's own check says whether the device has a number."""
@@ -153,7 +175,7 @@ def test_every_section_has_its_parts_with_the_options_of_the_command(monkeypatch
     models = dict.fromkeys(name.partition(", ")[0] for name in found["speeds"])
     assert list(models) == [model for model in MODELS if model != REAL_PAIR]
     parts = {name for names in found.values() for name in names}
-    assert {prediction.part for prediction in PREDICTIONS if "products" not in prediction.part} <= parts | {
+    assert {prediction.part for prediction in PREDICTIONS} <= parts | {
         f"{model}, {way} at 32" for model in models for way in ("plain", "full blocks")
     }
     assert len(found["operators"]) > 30 and len(found["equality"]) == 41
