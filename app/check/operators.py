@@ -139,8 +139,10 @@ def cases(extent: Extent) -> dict[str, list[Case]]:
         for name in extent.formats:
             product = partial(_linear, rows=n, hidden=hidden, width=inner, name=name)
             made["linear"].append(Case(f"{[n, hidden, inner]} in {name}", product, loose, weight_bytes // 2))
+            normed = partial(_normed_product, rows=n, hidden=hidden, width=inner, name=name)
+            made["add_rms_norm"].append(Case(f"{[n, hidden, inner]} in {name}", normed, FORMATS[name].twice * loose))
             mixture = partial(_moe, rows=n, hidden=hidden, moe=extent.experts, name=name)
-            made["moe"].append(Case(f"{[n, hidden]} in {name}", mixture, FORMATS[name].of_experts * loose))
+            made["moe"].append(Case(f"{[n, hidden]} in {name}", mixture, FORMATS[name].twice * loose))
         made["moe"].append(Case(f"{[n, GPT_OSS_HIDDEN]} in mxfp4", partial(_moe_in_mxfp4, rows=n), loose))
         for _, kv, d in extent.heads:
             add("write_kv", _write_kv, n, kv, d, page)
@@ -180,6 +182,18 @@ def _rms_norm(at: Inputs, *shape: int) -> Prepared:
 def _add_rms_norm(at: Inputs, rows: int, hidden: int) -> Prepared:
     x, residual, weight = at.normal(rows, hidden), at.normal(rows, hidden), at.normal(hidden)
     return lambda: at.backend.add_rms_norm(x, residual, weight, EPS)
+
+
+def _normed_product(at: Inputs, rows: int, hidden: int, width: int, name: str) -> Prepared:
+    """Compare a product of a norm's rows, which may leave the norm quantised."""
+    x, residual, weight = at.normal(rows, hidden), at.normal(rows, hidden), at.normal(hidden)
+    packed = at.backend.pack_linear(FORMATS[name].of(at.normal(width, hidden)))
+
+    def call() -> tuple[Tensor, Tensor]:
+        normed, total = at.backend.norm_for(x, residual, weight, EPS, [packed])
+        return at.backend.linear(normed, packed), total
+
+    return call
 
 
 def _rope(at: Inputs, rows: int, heads: int, dim: int) -> Prepared:
@@ -259,12 +273,12 @@ def rows_of_e4m3(x: Tensor) -> Tensor:
 
 
 class Format(NamedTuple):
-    """A format of weights in 8 bits: `of` quantises, and `rows` turns random rows into those of a product. Experts'
-    error is at most `of_experts` times others', because rows of both products may be rounded to 8 bits."""
+    """A format of weights in 8 bits: `of` quantises, and `rows` turns random rows into those of a product. The error of
+    a product whose rows the device rounds, or of experts, is at most `twice` times others'."""
 
     of: Callable[[Tensor], QuantisedWeight]
     rows: Callable[[Tensor], Tensor]
-    of_experts: int
+    twice: int
 
 
 E4M3 = Format(in_e4m3, rows_of_e4m3, 4)

@@ -21,6 +21,8 @@ from app.engine.npu.rules import (
     MAX_BLOCK_ROWS,
     MAX_TOP_K,
     MIN_EXPERTS,
+    NZ,
+    NZ_TILE,
     PAGE_SIZE,
     ROTARY_PAIR_DIMS,
 )
@@ -365,11 +367,33 @@ def _dynamic_quant(hold: _Holder, call: Mapping[str, Any]) -> None:
     hold("N40", fits and not given, f"input {_kind(x)} with {given}, not some rows of bfloat16 alone")
 
 
+def _norm_quant(hold: _Holder, call: Mapping[str, Any]) -> None:
+    x, others = call["x1"], sorted(set(call) - {"x1", "x2", "gamma", "epsilon", "output_mask"})
+    fits = x.dim() == 2 and x.dtype == torch.bfloat16 and x.numel() > 0
+    hold("N43", fits and not others, f"x1 {_kind(x)} with {others}, not some rows of bfloat16 alone")
+    hold("N43", list(call.get("output_mask") or ()) == [True, False], f"output_mask is {call.get('output_mask')}")
+    _rms_norm(hold, call)
+
+
+def _format_cast(hold: _Holder, call: Mapping[str, Any]) -> None:
+    x, given = call["input"], (call.get("acl_format"), call.get("customize_dtype"), call.get("input_dtype"))
+    fits = x.dtype == torch.int8 and x.dim() in (2, 3) and x.is_contiguous() and given == (NZ, None, None)
+    hold("N44", fits, f"{_kind(x)} to {given}, not contiguous int8 to {NZ}")
+    hold("N44", not any(size % NZ_TILE for size in x.shape[-2:]), f"{_shape(x)} is not whole tiles of {NZ_TILE}")
+
+
+def _in_nz(x: Tensor) -> bool:
+    return x.device.type == "npu" and int(torch.ops.npu.get_npu_format(x)) == NZ
+
+
 def _quant_matmul(hold: _Holder, call: Mapping[str, Any]) -> None:
     x, weight = call["x1"], call["x2"]
     fits = x.dim() == weight.dim() == 2 and x.shape[1] == weight.shape[0] and x.numel() > 0 and x.is_contiguous()
     hold("N41", fits, f"x1 {_shape(x)} with x2 {_shape(weight)}, not contiguous [T, in] with [in, out]")
-    hold("N41", weight.t().is_contiguous(), f"x2 {_shape(weight)} is not a contiguous [out, in], transposed")
+    if _in_nz(weight):
+        hold("N44", weight.is_contiguous(), f"x2 {_shape(weight)} in NZ is not contiguous [in, out]")
+    else:
+        hold("N41", weight.t().is_contiguous(), f"x2 {_shape(weight)} is not a contiguous [out, in], transposed")
     hold("N41", {x.dtype, weight.dtype} == {torch.int8}, f"x1 is {x.dtype}, x2 {weight.dtype}")
     hold("N41", max(weight.shape) <= MAX_AXIS, f"an axis of {_shape(weight)} is above {MAX_AXIS}")
     wanted = {"scale": (weight.shape[1], torch.float32), "pertoken_scale": (len(x), torch.float32)}
@@ -402,6 +426,8 @@ _CALL_RULES: dict[str, Callable[[_Holder, Mapping[str, Any]], None]] = {
     "npu_moe_token_unpermute": _unpermute,
     "npu_clipped_swiglu": _clipped_swiglu,
     "npu_dynamic_quant": _dynamic_quant,
+    "npu_add_rms_norm_dynamic_quant": _norm_quant,
+    "npu_format_cast": _format_cast,
     "npu_quant_matmul": _quant_matmul,
 }
 _VALUE_RULES: dict[str, Callable[[_Holder, Mapping[str, Any]], None]] = {

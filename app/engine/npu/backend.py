@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
@@ -20,11 +20,11 @@ from app.engine.device.gated_delta import L2_EPS, commit_and_verify, commit_prom
 from app.engine.device.moe import SWIGLU_ALPHA, ExpertWeights, MoeConfig, router_logits
 from app.engine.device.recurrent import GatedDeltaStep
 from app.engine.errors import GraphsRefusedError, UnsupportedError
-from app.engine.npu import rules
+from app.engine.npu import nz, rules
 from app.engine.npu.attention import AttentionPlan
 from app.engine.npu.error_codes import TILING, codes_in, explain
 from app.engine.npu.graph import Attended, NpuGraph
-from app.engine.quantised import ExpertWeight, PackedFp4, QuantisedWeight, Rows, Weight, plain
+from app.engine.quantised import ExpertWeight, PackedFp4, QuantisedRows, QuantisedWeight, Rows, Weight, plain
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,8 @@ class NpuBackend(Backend):
         self.defaults = Defaults(dtype=torch.bfloat16, page_size=rules.PAGE_SIZE, max_num_seqs=256)
         self._mask = torch.ones(rules.MASK_SIZE, rules.MASK_SIZE, dtype=torch.int8).triu_(1).to(device)
         self._writes_pages = self._can_write_pages()
+        self._reads_nz: dict[int, bool] = {}
+        """Axes of a weight -> what the trial of its product found, at the first such weight."""
         self._attended: list[Attended] | None = None
         self._graph_pool: tuple[int, int] | None = None
 
@@ -165,6 +167,18 @@ class NpuBackend(Backend):
         normed, _, total = torch_npu.npu_add_rms_norm(x, residual, weight, eps)
         return normed, total
 
+    def norm_for(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, readers: Sequence[Weight]
+    ) -> tuple[Rows, Tensor]:
+        """Return `Backend.norm_for`, by one operator with its rows in int8 if all readers multiply by int8 (N43)."""
+        are_int8 = bool(readers) and not any(isinstance(reader, Tensor) for reader in readers)
+        if residual is None or weight.dtype != x.dtype or not are_int8:
+            return super().norm_for(x, residual, weight, eps, readers)
+        data, _, total, scales, _ = torch_npu.npu_add_rms_norm_dynamic_quant(
+            x, residual, weight, epsilon=eps, output_mask=[True, False]
+        )
+        return QuantisedRows(data, scales), total
+
     def rotary_tables(self, angles: Tensor, dtype: torch.dtype, scales: Tensor | float = 1.0) -> Rotation:
         """Return cos and sin as one table [2, positions, D], so that one lookup reads both."""
         return (torch.stack(super().rotary_tables(angles, dtype, scales)),)
@@ -194,22 +208,29 @@ class NpuBackend(Backend):
         return by_row and weight.dtype == torch.bfloat16 and max(weight.data.shape) <= rules.MAX_AXIS
 
     def pack_quantised(self, weight: QuantisedWeight) -> QuantisedWeight:
-        """Return the weight; the scales of experts become bfloat16, which the grouped product takes."""
-        return replace(weight, scales=weight.scales.to(weight.dtype)) if weight.data.ndim == 3 else weight
+        """Return the weight in NZ, if products by it are right on this device (N44). The scales of experts become
+        bfloat16, which the grouped product takes."""
+        if (ndim := weight.data.ndim) == 3:
+            weight = replace(weight, scales=weight.scales.to(weight.dtype))
+        if not nz.fits(weight):
+            return weight
+        if ndim not in self._reads_nz:
+            self._reads_nz[ndim] = nz.is_right(self.linear if ndim == 2 else _by_two_experts, ndim, self.device)
+        return nz.in_nz(weight) if self._reads_nz[ndim] else weight
 
     def linear(self, x: Rows, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        """Return `Backend.linear`. With a quantised weight, x is quantised to int8 with a scale for each row."""
+        """Return `Backend.linear`. With a quantised weight, x is in int8 with a scale for each row."""
         if isinstance(weight, Tensor):
             return super().linear(x, weight, bias)
-        x = plain(x)
-        rows, scales = torch_npu.npu_dynamic_quant(x)
+        if isinstance(x, Tensor):
+            x = QuantisedRows(*torch_npu.npu_dynamic_quant(x))
         return torch_npu.npu_quant_matmul(
-            rows,
+            x.data,
             weight.data.t(),
             weight.scales.flatten(),
-            pertoken_scale=scales,
+            pertoken_scale=x.scales,
             bias=bias,
-            output_dtype=x.dtype,
+            output_dtype=weight.dtype,
         )
 
     def gated_mlp(self, x: Rows, gate_up: Weight, down: Weight) -> Tensor:
@@ -318,6 +339,11 @@ def _grouped(rows: Tensor, weight: ExpertWeight, bias: Tensor | None, counts: Te
         output_dtype=None if scales is None else dtype,
     )
     return out
+
+
+def _by_two_experts(rows: Tensor, weight: Weight) -> Tensor:
+    """Return rows [R, in] times weight [2, out, in]: the first row's expert is 0, and the others' is 1."""
+    return _grouped(rows, weight, None, torch.tensor([1, len(rows) - 1]).to(rows.device))
 
 
 def l2norm(x: Tensor) -> Tensor:

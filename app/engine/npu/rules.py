@@ -8,6 +8,9 @@ MIN_EXPERTS = 2
 MAX_TOP_K = 1024
 MAX_AXIS = 65535
 """Length of an axis of a weight in a grouped or quantised product."""
+NZ = 29
+"""Number of CANN's format FRACTAL_NZ, in tiles of 16 x 32 numbers of int8."""
+NZ_TILE = 32
 HEAD_DIMS = (64, 128, 256)
 ROTARY_PAIR_DIMS = (64, 128)
 """Head sizes whose q and k one call rotates."""

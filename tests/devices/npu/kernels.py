@@ -316,6 +316,29 @@ def dynamic_quant(input: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
     return rows.nan_to_num(0.0).clamp(-127, 127).to(torch.int8), scales
 
 
+def add_rms_norm_dynamic_quant(
+    x1: Tensor,
+    x2: Tensor,
+    gamma: Tensor,
+    *,
+    epsilon: float = 1e-6,
+    output_mask: Sequence[bool] | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(rows, nothing, x1 + x2, scales, nothing): dynamic_quant of the norm of the rounded sum, which is not rounded in
+    between."""
+    if any(it is not None for it in others.values()) or list(output_mask or ()) != [True, False]:
+        raise NotImplementedError(f"no CPU reference for {output_mask=}, {others}")
+    total = x1 + x2
+    rows, scales = dynamic_quant(rms_norm(total.float(), gamma, epsilon)[0])
+    return rows, torch.empty((), dtype=torch.int8), total, scales, torch.empty(())
+
+
+def format_cast(input: Tensor, acl_format: int, **others: Any) -> Tensor:
+    """The same numbers. What order of bytes a format has is not modelled, but a tensor keeps its format."""
+    return input.clone()
+
+
 def quant_matmul(
     x1: Tensor,
     x2: Tensor,
@@ -353,5 +376,7 @@ KERNELS = {
     "npu_grouped_matmul": grouped_matmul,
     "npu_moe_token_unpermute": moe_token_unpermute,
     "npu_dynamic_quant": dynamic_quant,
+    "npu_add_rms_norm_dynamic_quant": add_rms_norm_dynamic_quant,
+    "npu_format_cast": format_cast,
     "npu_quant_matmul": quant_matmul,
 }

@@ -31,6 +31,7 @@ from tools.npu_contract import check
 
 CPU = torch.device("cpu")
 HOST_ONLY = {"aten::_local_scalar_dense", "aten::record_stream", "aten::resize_", "aten::set_", "aten::_pin_memory"}
+HOST_ONLY |= {"npu::get_npu_format"}
 """Operators whose own way through torch_npu is all there is to them."""
 FRESH = ("empty", "new_empty", "empty_like", "empty_strided", "empty_permuted", "new_empty_strided")
 ALLOCATES = {f"aten::{name}" for name in FRESH} | {

@@ -79,12 +79,24 @@ EXPECTED = [
     "bool padded_mode=False, int[]? restore_shape=None) -> Tensor",
     "npu_dynamic_quant(Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, int? dst_type=None, "
     "str quant_mode='pertoken', float dst_type_max=0.0) -> (Tensor, Tensor)",
+    "npu_add_rms_norm_dynamic_quant(Tensor x1, Tensor x2, Tensor gamma, *, Tensor? smooth_scale1=None, "
+    "Tensor? smooth_scale2=None, Tensor? beta=None, float epsilon=1e-06, bool[2]? output_mask=None, "
+    "int? y_dtype=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "npu_format_cast(Tensor input, int acl_format, *, int? customize_dtype=None, int? input_dtype=None) -> Tensor",
     "npu_quant_matmul(Tensor x1, Tensor x2, Tensor scale, *, Tensor? offset=None, Tensor? pertoken_scale=None, "
     "Tensor? bias=None, int? output_dtype=None, int? x1_dtype=None, int? x2_dtype=None, "
     "int? pertoken_scale_dtype=None, int? scale_dtype=None, int[]? group_sizes=None, Tensor? y_scale=None) -> Tensor",
     "npu_top_k_top_p(Tensor logits, Tensor? p=None, Tensor? k=None) -> Tensor",
 ]
 """One line an operator; the `.out` of attention takes OUT_EXTRAS more."""
+
+IN_THE_IMAGE = {
+    "npu_add_rms_norm_dynamic_quant": {
+        "bool[2]? output_mask=None": "bool[2] output_mask=[]",
+        "int? y_dtype": "ScalarType? y_dtype",
+    }
+}
+"""Operator -> how 2.10.0.post4 writes arguments that 2.13.0 writes otherwise. The calls fit both."""
 
 ATTENTION_OUT = "npu_fused_infer_attention_score.out"
 OUT_EXTRAS = ("workspace", "out")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch_npu
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from app.engine.device.base import ExpertWeights
 from app.engine.device.moe import MoeConfig, mixture
-from app.engine.npu.backend import NpuBackend
+from app.engine.npu.backend import NpuBackend, _by_two_experts
+from app.engine.npu.rules import NZ, NZ_TILE
 from app.engine.quantised import QuantisedWeight
 from app.messages import StepOutput
 from tests.costs import landing_ones
@@ -24,8 +26,6 @@ from tests.fast.engine.pairs import make_pair
 from tests.fast.engine.quantised import quantise
 
 pytestmark = pytest.mark.usefixtures("numerics")
-
-PRODUCT = {"aclnnDynamicQuantV2": 1, "aclnnQuantMatmulV5": 1}
 
 
 @pytest.fixture
@@ -50,7 +50,9 @@ def test_a_product_is_that_of_the_quantised_numbers(backend, rows, parts, has_bi
     assert isinstance(packed, QuantisedWeight)
     with traced() as trace:
         found = backend.linear(x_put, packed, bias_put)
-    assert dict(trace.launches) == PRODUCT and trace.waits == [] and found.dtype == torch.bfloat16
+    product = "aclnnQuantMatmulV5" if sum(parts) % NZ_TILE else "aclnnQuantMatmulWeightNz"
+    assert trace.launches == {"aclnnDynamicQuantV2": 1, product: 1} and trace.waits == []
+    assert found.dtype == torch.bfloat16
 
     numbers = torch.cat([weight.data.double() * weight.scales.double() for weight in weights])
     wanted = x.double() @ numbers.t() + (0.0 if bias is None else bias.double())
@@ -58,6 +60,70 @@ def test_a_product_is_that_of_the_quantised_numbers(backend, rows, parts, has_bi
     bound = half_a_step * numbers.abs().sum(1) * 1.0001 + wanted.abs() * 2**-8
     error = (found.cpu().double() - wanted).abs()
     assert (error <= bound).all() and error.max() > 0
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (2, 64, 96)], ids=["one weight", "experts"])
+def test_an_int8_weight_of_whole_tiles_is_in_nz(backend: NpuBackend, shape: tuple[int, ...]) -> None:
+    data = torch.ones(shape, dtype=torch.int8, device="npu:0")
+    packed = backend.pack_linear(QuantisedWeight(data, torch.ones(*shape[:-1], 1, device="npu:0"), torch.bfloat16))
+    assert packed.data.shape == shape and torch_npu.get_npu_format(packed.data) == NZ
+    assert packed.data.mT.is_contiguous()
+    assert packed.data.untyped_storage().nbytes() == data.nbytes, "NZ pads nothing"
+    assert torch_npu._C._npu_getOption("ALLOW_INTERNAL_FORMAT") == b"disable", "nothing else may have the format"
+    rows = torch.ones(3, 96, dtype=torch.bfloat16, device="npu:0")
+    with traced() as trace:
+        out = backend.linear(rows, packed) if len(shape) == 2 else _by_two_experts(rows, packed)
+    name = "aclnnQuantMatmulWeightNz" if len(shape) == 2 else "aclnnGroupedMatmulWeightNz"
+    assert trace.launches[name] == 1 and torch.equal(out.cpu(), torch.full((3, 64), 96.0).bfloat16())
+
+
+def refused(*args: Any) -> None:
+    raise RuntimeError("aclnnQuantMatmulWeightNz or its GetWorkspaceSize not in libopapi.so")
+
+
+def wrong(x: Tensor, number: int) -> Tensor:
+    return torch.ops.npu.npu_format_cast(x.roll(1), number)
+
+
+@pytest.mark.parametrize("cast", [refused, wrong], ids=["refused", "wrong"])
+def test_int8_weights_stay_in_rows_where_nz_is_wrong_or_refused(backend, cast, monkeypatch, caplog):
+    monkeypatch.setattr(torch_npu, "npu_format_cast", cast)
+    packed = [backend.pack_linear(int8(64, 96)) for _ in range(2)]
+    assert all(torch_npu.get_npu_format(one.data) != NZ and one.data.is_contiguous() for one in packed)
+    (line,) = [line for line in caplog.messages if "stay in rows" in line]
+    assert ("not in libopapi.so" in line) == (cast is refused)
+
+
+@pytest.mark.parametrize("rows", [1, 257])
+def test_the_norm_of_quantised_readers_hands_its_rows_on_in_int8(backend: NpuBackend, rows: int) -> None:
+    x, residual, norm = ((normal(n, 96, seed=n) * 4).bfloat16() for n in (rows, rows + 1, 1))
+    residual, norm = residual[:rows], norm[0]
+    weight = QuantisedWeight.int8((normal(48, 96) * magnitudes(48)).bfloat16())
+    packed = backend.pack_linear(replace(weight, data=weight.data.to("npu:0"), scales=weight.scales.to("npu:0")))
+    put = [it.to("npu:0") for it in (x, residual, norm)]
+    with traced() as trace:
+        normed, total = backend.norm_for(*put, 1e-6, [packed, packed])
+        found = backend.linear(normed, packed)
+    assert trace.launches == {"aclnnAddRmsNormDynamicQuantV2": 1, "aclnnQuantMatmulV5": 1} and trace.waits == []
+    assert torch.equal(total.cpu(), x + residual)
+    wanted = torch.nn.functional.rms_norm((x + residual).double(), (96,), norm.double(), 1e-6)
+    numbers = weight.data.double() * weight.scales.double()
+    bound = wanted.abs().amax(1, keepdim=True) / 127 / 2 * numbers.abs().sum(1) * 1.001
+    bound += (wanted @ numbers.t()).abs() * 2**-8
+    assert ((found.cpu().double() - wanted @ numbers.t()).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("why", ["no residual", "a plain reader", "no reader", "a norm in float32"])
+def test_the_norm_of_other_readers_is_plain(backend: NpuBackend, why: str) -> None:
+    packed, plain_weight = backend.pack_linear(int8(48, 96)), normal(48, 96).to("npu:0")
+    x, residual, norm = (normal(n, 96).to("npu:0") for n in (3, 3, 1))
+    norm = norm[0].float() if why == "a norm in float32" else norm[0]
+    readers = {"a plain reader": [packed, plain_weight], "no reader": []}.get(why, [packed])
+    normed, total = backend.norm_for(x, None if why == "no residual" else residual, norm, 1e-6, readers)
+    assert isinstance(normed, Tensor)
+    wanted = x if why == "no residual" else x + residual
+    assert torch.equal(total.cpu(), wanted.cpu())
+    assert torch.equal(normed.cpu(), backend.rms_norm(wanted, norm, 1e-6).cpu())
 
 
 def test_a_row_of_zeros_is_the_bias_and_one_that_is_not_finite_stays_so(backend: NpuBackend) -> None:
@@ -165,11 +231,12 @@ def test_experts_in_int8_are_those_of_the_quantised_numbers(backend: NpuBackend)
         scales = torch.stack([weight.scales for weight in weights]).to("npu:0")
         own = QuantisedWeight(backend.empty_experts(data, *data.shape).copy_(data), scales, torch.bfloat16)
         put[name] = backend.pack_linear(own)
-        assert put[name].data.data_ptr() == own.data.data_ptr(), "no copy"
+        assert torch_npu.get_npu_format(put[name].data) == NZ
     rows = x.to("npu:0")
     with traced() as trace:
         found = backend.moe(rows, ExpertWeights(**put), moe)
-    assert trace.waits == [] and trace.launches["aclnnDynamicQuantV2"] == trace.launches["aclnnGroupedMatmulV5"] == 2
+    assert trace.waits == []
+    assert trace.launches["aclnnDynamicQuantV2"] == trace.launches["aclnnGroupedMatmulWeightNz"] == 2
     dense = {name: torch.stack([weight.dequantised().float() for weight in weights]) for name, weights in parts.items()}
     wanted = mixture(x.float(), ExpertWeights(router, **dense), moe)
     errors = (found.cpu().float() - wanted).norm(dim=1) / wanted.norm(dim=1)

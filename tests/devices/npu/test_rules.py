@@ -10,6 +10,8 @@ import torch
 import torch_npu
 from torch import Tensor
 
+from app.engine.npu import nz
+from app.engine.quantised import QuantisedWeight
 from tests.devices.npu.calls import BLOCK, Sequences, normal
 from tests.devices.npu.numerics import Numerics
 from tools.npu_contract.check import ContractError
@@ -118,10 +120,25 @@ def quantising() -> dict[str, Any]:
     return {"input": new(3, 64)}
 
 
+def norm_quantising() -> dict[str, Any]:
+    return add_norm() | {"output_mask": [True, False]}
+
+
+def casting() -> dict[str, Any]:
+    return {"input": new(64, 96, dtype=torch.int8), "acl_format": 29}
+
+
 def quantised() -> dict[str, Any]:
     scales = {"scale": new(48, dtype=torch.float32), "pertoken_scale": new(3, dtype=torch.float32)}
     numbers = {"x1": new(3, 64, dtype=torch.int8), "x2": new(48, 64, dtype=torch.int8).t()}
     return {**numbers, **scales, "bias": new(48), "output_dtype": torch.bfloat16}
+
+
+def quantised_in_nz() -> dict[str, Any]:
+    """Return a product by a weight that `NpuBackend.pack_quantised` has turned."""
+    weight = QuantisedWeight(new(64, 64, dtype=torch.int8), new(64, 1, dtype=torch.float32), torch.bfloat16)
+    scales = {"scale": new(64, dtype=torch.float32), "bias": new(64)}
+    return quantised() | scales | {"x2": nz.in_nz(weight).data.mT}
 
 
 def wide_quantised(out: int, columns: int) -> dict[str, Any]:
@@ -146,7 +163,10 @@ OPERATORS: dict[Callable[[], dict[str, Any]], str] = {
     unpermute: "npu_moe_token_unpermute",
     clipped: "npu_clipped_swiglu",
     quantising: "npu_dynamic_quant",
+    norm_quantising: "npu_add_rms_norm_dynamic_quant",
+    casting: "npu_format_cast",
     quantised: "npu_quant_matmul",
+    quantised_in_nz: "npu_quant_matmul",
 }
 
 
@@ -261,6 +281,16 @@ WRONG: list[tuple[str, Callable[[], dict[str, Any]], str, Change]] = [
     ("N40", quantising, "no rows", with_(input=new(0, 64))),
     ("N40", quantising, "rows in four bits", with_(dst_type=torch.quint4x2)),
     ("N40", quantising, "one scale for all rows", with_(quant_mode="pertensor")),
+    ("N18", norm_quantising, "a weight in float32", on("gamma", Tensor.float)),
+    ("N18", norm_quantising, "a residual of other rows", with_(x2=new(4, 64))),
+    ("N43", norm_quantising, "rows in float16", lambda call: call.update(x1=new(3, 64).half())),
+    ("N43", norm_quantising, "a smoothed result", with_(smooth_scale1=new(64))),
+    ("N43", norm_quantising, "outputs as its default chooses", lambda call: call.pop("output_mask")),
+    ("N44", casting, "a weight in bfloat16", on("input", Tensor.bfloat16)),
+    ("N44", casting, "a transposed view", on("input", Tensor.t)),
+    ("N44", casting, "no whole tiles", with_(input=new(64, 48, dtype=torch.int8))),
+    ("N44", casting, "another format", with_(acl_format=2)),
+    ("N44", quantised_in_nz, "a weight in NZ as [out, in]", on("x2", Tensor.t)),
     ("N41", quantised, "a weight as linear takes it", on("x2", Tensor.t)),
     ("N41", quantised, "a weight copied in the other order", on("x2", Tensor.contiguous)),
     ("N41", quantised, "rows in bfloat16", on("x1", Tensor.bfloat16)),
