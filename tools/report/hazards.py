@@ -29,7 +29,7 @@ class HazardSizes:
     width: int = 5120
     experts: MoeConfig = MANY_EXPERTS
     rows: tuple[int, ...] = (16, 64, 1024)
-    few: tuple[int, ...] = (2, 16, 17, 32, 33, 63)
+    few: tuple[int, ...] = (2, 16, 17, 32)
     many: tuple[int, ...] = (64, 128, 512)
 
 

@@ -24,7 +24,7 @@ DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS")
 """Parts of messages after which no other call of the process can use the device."""
 HOPPER = (9, 0)
 HEAD_DIMS = (16, 32, 64, 128, 256)
-FEW_ROWS = 16
+GROUPED_ROWS = 16
 """Average rows of an expert up to which our kernel is used: the rows of its tile, so each weight is read about once."""
 
 
@@ -121,7 +121,7 @@ class CudaBackend(TorchBackend):
         if isinstance(x, Tensor) or x.data.dtype != kind:
             x = eight_bits.quantised(plain(x), kind)
         by_cublas = self.has_scaled_mm and not self.batch_invariant
-        if by_cublas and eight_bits.scaled_mm_is_faster(weight, len(x.data), self.multiprocessors):
+        if by_cublas and eight_bits.scaled_mm_is_faster(weight, len(x.data)):
             return eight_bits.scaled_mm(x, weight, bias)
         return eight_bits.linear(x, weight, bias, self.multiprocessors, fixed=self.batch_invariant)
 
@@ -139,7 +139,7 @@ class CudaBackend(TorchBackend):
         both = weights.gate_up, weights.down
         if any(isinstance(weight, PackedFp4) for weight in both):
             return experts.mixture(plain(x), weights, config, fp4.multiply)
-        many = x.shape[0] * config.num_experts_per_tok > FEW_ROWS * config.num_experts
+        many = x.shape[0] * config.num_experts_per_tok > GROUPED_ROWS * config.num_experts
         if many and all(isinstance(weight, Tensor) for weight in both) and plain(x).dtype == torch.bfloat16:
             return mixture(plain(x), weights, config, route_rows=experts.routed)
         return experts.mixture(x, weights, config)

@@ -18,8 +18,10 @@ from app.engine.quantised import QuantisedRows, QuantisedWeight
 
 GROUP = tl.constexpr(128)
 """Numbers of a row that share a scale."""
-FEW_ROWS = 63
+ONE_TILE_ROWS = 64
 """Rows of X up to which one tile has them all."""
+OWN_ROWS = 32
+"""Rows of X up to which `linear` was faster than `scaled_mm` on an H200."""
 MAX_SPLITS = 8
 MIN_GROUPS = 8
 """Groups of a split, below which tiles of 64 rows of W, and so fewer splits, are faster."""
@@ -41,16 +43,16 @@ def multiplies(weight: QuantisedWeight) -> bool:
 
 
 def product_of(weight: QuantisedWeight, num_rows: int, multiprocessors: int) -> Product:
-    """Return the fastest launch (docs/cuda.md). It differs only in the rows of X up to FEW_ROWS."""
+    """Return the launch for a weight (docs/cuda.md). Up to ONE_TILE_ROWS it differs only in the rows of X."""
     out_features, groups = len(weight.data), weight.data.shape[1] // GROUP.value
-    tiles = triton.cdiv(out_features, 128)
-    if num_rows > FEW_ROWS:
-        # A multiprocessor holds one program. Splits pay while some would have none.
-        tiles *= triton.cdiv(num_rows, 128)
+    if num_rows > ONE_TILE_ROWS:
+        # One program keeps a multiprocessor busy. Splits pay while some would have none.
+        tiles = triton.cdiv(out_features, 64) * triton.cdiv(num_rows, 128)
         allowed = range(1, min(groups, 4 if tiles < multiprocessors else 1) + 1)
         splits = min(allowed, key=lambda n: triton.cdiv(tiles * n, multiprocessors) * triton.cdiv(groups, n))
-        return Product(128, 128, splits, 8, 3)
-    x_rows, rows, splits = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64, 128, 1
+        return Product(128, 64, splits, 4, 4)
+    tiles = triton.cdiv(out_features, 128)
+    x_rows, rows, splits = 16 if num_rows <= 16 else 32 if num_rows <= 32 else ONE_TILE_ROWS, 128, 1
     while tiles * splits < multiprocessors and 2 * splits <= min(MAX_SPLITS, groups):
         splits *= 2
     if splits == 1 or groups < MIN_GROUPS * splits:
@@ -66,7 +68,7 @@ def linear(
     """Return x @ weight.T + bias `[T, out]` in the weight's dtype, for x `[T, in]` of the weight's kind, rounded once.
     If `fixed` the launch has the same tiles and splits of K for any number of rows."""
     (num_rows, in_features), out_features = x.data.shape, len(weight.data)
-    launch = product_of(weight, FEW_ROWS if fixed else num_rows, multiprocessors)
+    launch = product_of(weight, ONE_TILE_ROWS if fixed else num_rows, multiprocessors)
     if fixed:
         launch = launch._replace(warps=launch.rows // 16)  # one program of all splits has a third accumulator
     tiles, row_tiles = triton.cdiv(out_features, launch.rows), triton.cdiv(num_rows, launch.x_rows)
@@ -101,18 +103,10 @@ def has_scaled_mm() -> bool:
     return hasattr(F, "scaled_mm") and version >= (12, 9)
 
 
-def scaled_mm_is_faster(weight: QuantisedWeight, num_rows: int, multiprocessors: int) -> bool:
-    """Return True if `scaled_mm` takes this weight, and is faster than `linear` (docs/cuda.md).
-
-    It leaves multiprocessors idle where a row of tiles has work for a quarter to a half of them. There `linear` with
-    splits of K is taken from 128 rows on, while these have work for all.
-    """
+def scaled_mm_is_faster(weight: QuantisedWeight, num_rows: int) -> bool:
+    """Return True if `scaled_mm` takes this weight, and is faster than `linear` (docs/cuda.md)."""
     in_bf16_by_e4m3 = (weight.dtype, weight.data.dtype) == (torch.bfloat16, torch.float8_e4m3fn)
-    if num_rows <= FEW_ROWS or not in_bf16_by_e4m3 or len(weight.data) % 16:
-        return False
-    of_row = triton.cdiv(len(weight.data), 128)
-    tiles = of_row * triton.cdiv(num_rows, 128)
-    return num_rows < 128 or 4 * of_row <= multiprocessors or 3 * tiles > 2 * multiprocessors
+    return num_rows > OWN_ROWS and in_bf16_by_e4m3 and len(weight.data) % 16 == 0
 
 
 def scaled_mm(x: QuantisedRows, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:

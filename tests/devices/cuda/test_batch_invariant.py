@@ -89,7 +89,7 @@ def test_a_product_of_a_row_by_a_quantised_weight(
         return eight_bits.linear(eight_bits.quantised(rows, kind), weight, None, multiprocessors, fixed=fixed)
 
     assert_rows_alone(lambda rows: run(rows, fixed=True), x)
-    assert_rows_alone(lambda rows: run(rows, fixed=len(rows) > eight_bits.FEW_ROWS), x)
+    assert_rows_alone(lambda rows: run(rows, fixed=len(rows) > eight_bits.ONE_TILE_ROWS), x)
     noted: list[bool] = []
     monkeypatch.setattr(eight_bits, "linear", lambda *_, fixed: noted.append(fixed))
     backend.linear(x[None], weight)
