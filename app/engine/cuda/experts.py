@@ -19,7 +19,7 @@ from app.engine.device.base import ExpertWeights
 from app.engine.device.moe import SWIGLU_ALPHA, MoeConfig, Routing
 from app.engine.quantised import ExpertWeight, QuantisedRows, QuantisedWeight, Rows, Weight, plain
 
-FEW_ROWS = 32
+FEW_PAIRS = 32
 """Average rows of an expert up to which tiles have 16 pairs. Larger ones took half as long again at 8 on an H200."""
 ROUTER_ROWS, ROUTER_EXPERTS, ROUTER_DEPTH = 16, 64, 64
 """Rows, experts and numbers of K of a tile of the router's product."""
@@ -97,7 +97,7 @@ def multiply(
     num_pairs, columns = len(routing.order), w.shape[1] // (2 if shares is None else 1)
     out = w.new_empty(num_pairs, columns)
     block_n = triton.next_power_of_2(columns) if INTERPRETED else 32 if shares is None else 64
-    expert_rows[_tiles(num_pairs, config, 16), triton.cdiv(columns, block_n)](
+    expert_rows[max_tiles(num_pairs, config, 16), triton.cdiv(columns, block_n)](
         plain(x),
         w,
         bias,
@@ -136,8 +136,8 @@ def _multiply8(
     scales = None
     if isinstance(reader, QuantisedWeight):
         scales = torch.empty(columns // GROUP.value, num_pairs, dtype=torch.float32, device=w.data.device)
-    block_m = 16 if num_pairs <= FEW_ROWS * config.num_experts else 32 if shares is None else 64
-    expert_rows8[_tiles(num_pairs, config, block_m), triton.cdiv(columns, GROUP.value)](
+    block_m = 16 if num_pairs <= FEW_PAIRS * config.num_experts else 32 if shares is None else 64
+    expert_rows8[max_tiles(num_pairs, config, block_m), triton.cdiv(columns, GROUP.value)](
         x.data,
         x.scales,
         x.scales.stride(0),
@@ -173,7 +173,7 @@ def add_shared_expert(out: Tensor, shared: Tensor, x: Rows, gate: Tensor) -> Ten
     return result
 
 
-def _tiles(num_pairs: int, config: MoeConfig, size: int) -> int:
+def max_tiles(num_pairs: int, config: MoeConfig, size: int) -> int:
     """Return the most tiles of `size` pairs: each expert that has pairs may have one that is not full."""
     return min(num_pairs, min(num_pairs, config.num_experts) + num_pairs // size)
 

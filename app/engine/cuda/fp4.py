@@ -78,9 +78,7 @@ def multiply(
     out = x.new_empty(num_pairs, columns)
     tile = FEW if num_pairs <= FEW.pairs * config.num_experts else MANY
     rows = triton.next_power_of_2(columns) if INTERPRETED else tile.rows
-    # Each expert that has pairs may have one tile that is not full.
-    tiles = min(num_pairs, min(num_pairs, config.num_experts) + num_pairs // tile.pairs)
-    expert_rows4[tiles, triton.cdiv(columns, rows)](
+    expert_rows4[experts.max_tiles(num_pairs, config, tile.pairs), triton.cdiv(columns, rows)](
         *(x, w.data.view(torch.int16), w.scales, bias, out, routing.order, routing.ends, shares),
         IN=x.shape[1],
         SKIPPED=w.skipped,

@@ -15,11 +15,11 @@ from app.engine.device.recurrent import GatedDeltaStep
 
 MAX_K_HEAD_DIM = 256
 """Greatest head size of keys whose part of a state stays in the registers of a program."""
-FEW_SEQUENCES = 8
-STATE_OF_A_PROGRAM = 2048
-"""Numbers of a state that one warp keeps for FEW_SEQUENCES: 64 registers of a thread. For more it keeps twice as many,
-because there are enough programs, and each loads q and k again, unless keys are wider than WIDE_K_HEAD_DIM."""
-WIDE_K_HEAD_DIM = 128
+COLUMNS, WIDE_COLUMNS = 32, 8
+"""Columns of a state that a warp keeps in registers, with keys of up to 128 numbers and with wider ones. Half as many
+were faster for up to 8 sequences on an H200, by up to 1.5 us a layer, but sums of other columns have another order, and
+a sequence's bits would depend on how many there are."""
+WIDE_KEYS = 128
 
 
 def commit_and_verify(step: GatedDeltaStep) -> Tensor:
@@ -64,8 +64,7 @@ def commit_and_verify(step: GatedDeltaStep) -> Tensor:
     heads = items_per_program(num_heads, on_gpu=1)
     columns = triton.next_power_of_2(v_dim)
     if not INTERPRETED:
-        is_wide = num_seqs > FEW_SEQUENCES and key_block <= WIDE_K_HEAD_DIM
-        columns = min(columns, STATE_OF_A_PROGRAM * (1 + is_wide) // key_block)
+        columns = min(columns, COLUMNS if key_block <= WIDE_KEYS else WIDE_COLUMNS)
     recur[num_seqs, triton.cdiv(num_heads, heads), triton.cdiv(v_dim, columns)](
         mixed,
         accepted,
