@@ -3,7 +3,9 @@
 The reference is plain PyTorch, which tests/fast/engine/test_hybrid.py holds against another model.
 """
 
+import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from app.engine.checkpoint.shapes import GatedDeltaConfig
@@ -23,6 +25,11 @@ class TestConformance(DeltaSuite):
 
 class TestPrompts(PromptSuite):
     run = staticmethod(gated_delta_prompts.commit_prompts)
+
+    def test_more_prompts_than_are_searched_at_once_find_their_chunks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """128 of them would take the interpreter too long."""
+        monkeypatch.setattr(gated_delta_prompts, "SEARCHED_PROMPTS", tl.constexpr(2))
+        self.test_outputs_and_slots_are_the_references(SMALL)
 
 
 def test_a_prompt_in_bfloat16_differs_from_fp32_by_its_operands_rounding() -> None:
