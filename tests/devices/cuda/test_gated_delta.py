@@ -43,6 +43,19 @@ def test_a_prompt_in_bfloat16_differs_from_fp32_by_its_operands_rounding() -> No
     assert 1e-4 < max(errors) < 5e-3, errors
 
 
+@pytest.mark.parametrize("nearly", [0.0, 0.1])
+def test_in_bfloat16_the_state_of_repeated_tokens_loses_more_than_outputs(nearly: float) -> None:
+    """Keys are equal or nearly so, nothing decays and beta is almost 1, so roundings of the same kind add up."""
+    layer = Layer(PUBLISHED, gated_delta.commit_and_verify, dtype=torch.bfloat16)
+    layer.weights["a_log"].fill_(-12.0)
+    rows = layer.rows(1) + nearly * layer.rows(256)
+    rows[:, PUBLISHED.channels : PUBLISHED.channels + PUBLISHED.num_v_heads] = 6.0
+    wanted, slots = layer.wanted_of_prompts(rows, [(1, 2, 0, 0)], [[256]])
+    found = layer.found_of_prompts(gated_delta_prompts.commit_prompts, rows, [(1, 2, 0, 0)], [[256]])
+    assert error(found, wanted) < 5e-3
+    assert error(layer.state["matrix"][2], slots["matrix"][2]) < 1e-2
+
+
 def error(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
