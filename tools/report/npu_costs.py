@@ -22,6 +22,7 @@ from app.engine.device.base import (
 )
 from app.engine.device.comparison import Attention, Inputs, Lens, Paged, Prepared, difference
 from app.engine.device.factory import make_backend
+from app.engine.npu import nz
 from tools.report.npu_questions import FULL, PAGE, answered
 from tools.report.part import Options, Part, Result
 from tools.report.timing import seconds_in_a_graph
@@ -29,8 +30,6 @@ from tools.report.timing import seconds_in_a_graph
 EPS = 1e-6
 DRAFTS, ACCEPTANCE = 8, 5.25
 """Drafts a step, and the acceptance length that vllm-ascend published with its speeds (expected.py)."""
-FORMAT_NZ = 29
-"""ACL_FORMAT_FRACTAL_NZ of aclBaseDefs: an NPU's own order of a matrix, in tiles."""
 BATCH, PROMPT, ANSWER = 16, 3500, 1500
 
 
@@ -333,9 +332,7 @@ QUESTIONS: dict[str, Callable[[Backend, CostSizes], Result]] = {
     "tasks around the layers": around,
     "widths": widths,
     "W8A8 products": partial(int8_products, orders={"ND": Tensor.t, "[in, out]": lambda w: w.t().contiguous()}),
-    "W8A8 products in NZ": partial(
-        int8_products, orders={"NZ": lambda w: torch_npu.npu_format_cast(w.t().contiguous(), FORMAT_NZ)}
-    ),
+    "W8A8 products in NZ": partial(int8_products, orders={"NZ": lambda w: nz.in_nz(w).mT}),
     "window": band,
     "prediction": prediction,
 }

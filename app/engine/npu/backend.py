@@ -216,7 +216,7 @@ class NpuBackend(Backend):
             return weight
         if ndim not in self._reads_nz:
             self._reads_nz[ndim] = nz.is_right(self.linear if ndim == 2 else _by_two_experts, ndim, self.device)
-        return nz.in_nz(weight) if self._reads_nz[ndim] else weight
+        return replace(weight, data=nz.in_nz(weight.data)) if self._reads_nz[ndim] else weight
 
     def linear(self, x: Rows, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """Return `Backend.linear`. With a quantised weight, x is in int8 with a scale for each row."""

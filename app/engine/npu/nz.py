@@ -22,14 +22,14 @@ def fits(weight: QuantisedWeight) -> bool:
     return not any(size % rules.NZ_TILE for size in weight.data.shape[-2:])
 
 
-def in_nz(weight: QuantisedWeight) -> QuantisedWeight:
-    """Return a weight [.., out, in] whose data is a view of [.., in, out] in NZ (N44)."""
+def in_nz(data: Tensor) -> Tensor:
+    """Return int8 [.., out, in] as a view of [.., in, out] in NZ (N44)."""
     torch_npu.npu.config.allow_internal_format = True  # without it the cast returns rows, in silence
     try:
-        data = torch_npu.npu_format_cast(weight.data.mT.contiguous(), rules.NZ)
+        turned = torch_npu.npu_format_cast(data.mT.contiguous(), rules.NZ)
     finally:
         torch_npu.npu.config.allow_internal_format = False
-    return replace(weight, data=data.mT)
+    return turned.mT
 
 
 def is_right(multiply: Callable[[Tensor, Weight], Tensor], ndim: int, device: torch.device) -> bool:
@@ -48,7 +48,8 @@ def is_right(multiply: Callable[[Tensor, Weight], Tensor], ndim: int, device: to
     )
     x = rows.bfloat16().to(device)
     try:
-        why = "" if torch.equal(multiply(x, in_nz(weight)), multiply(x, weight)) else "the results differ"
+        turned = replace(weight, data=in_nz(weight.data))
+        why = "" if torch.equal(multiply(x, turned), multiply(x, weight)) else "the results differ"
     except RuntimeError as error:
         why = str(error)
     if why:

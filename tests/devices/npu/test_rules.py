@@ -11,7 +11,6 @@ import torch_npu
 from torch import Tensor
 
 from app.engine.npu import nz
-from app.engine.quantised import QuantisedWeight
 from tests.devices.npu.calls import BLOCK, Sequences, normal
 from tests.devices.npu.numerics import Numerics
 from tools.npu_contract.check import ContractError
@@ -136,9 +135,8 @@ def quantised() -> dict[str, Any]:
 
 def quantised_in_nz() -> dict[str, Any]:
     """Return a product by a weight that `NpuBackend.pack_quantised` has turned."""
-    weight = QuantisedWeight(new(64, 64, dtype=torch.int8), new(64, 1, dtype=torch.float32), torch.bfloat16)
     scales = {"scale": new(64, dtype=torch.float32), "bias": new(64)}
-    return quantised() | scales | {"x2": nz.in_nz(weight).data.mT}
+    return quantised() | scales | {"x2": nz.in_nz(new(64, 64, dtype=torch.int8)).mT}
 
 
 def wide_quantised(out: int, columns: int) -> dict[str, Any]:
