@@ -13,6 +13,7 @@ products or elementwise, with static shapes. Where the host may not wait, all co
 
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -95,7 +96,7 @@ def unit_inverse(system: Tensor) -> Tensor:
     if not corners:
         return eye.expand_as(system)
     systems = system.flatten(0, -3)
-    inverse = eye - systems * corners[0]
+    inverse = torch.addcmul(eye, systems, corners[0], value=-1)
     for corner in corners[1:]:
         inverse = torch.baddbmm(inverse, inverse @ (systems * corner), inverse, alpha=-1)
     return inverse.view(system.shape)
@@ -165,38 +166,80 @@ def advance(
     return o, State(matrix, last)
 
 
-def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] = l2norm) -> Tensor:
-    """Return `Backend.commit_and_verify`, with `normed` as the l2norm. All is computed before the first write."""
-    weights, memory = step.weights, step.memory
-    num_heads, k_dim, v_dim = memory.matrix.shape[1:]
-    block, channels, width = memory.pending.shape[1], memory.conv.shape[2], step.rows.shape[1]
-    keys = (channels - num_heads * v_dim) // 2
-    k_heads = keys // k_dim
+class Places(NamedTuple):
+    """Where a step's rows are and which of them count: the same in all layers, for b pending and W new rows."""
 
+    is_new: Tensor | None  # [S], or None if no sequence is
+    accepted: Tensor  # [S]
+    block: int  # b
+    is_none: Tensor  # [S, b + W]
+    ordered: tuple[Tensor, Tensor]  # sequences [S, 1], and rows [S, K - 1 + b + K - 1 + W] of conv, pending, new, zero
+    outputs: tuple[Tensor, Tensor]  # sequences and columns of the step's rows, each [R]
+
+
+def _of_all_layers(step: GatedDeltaStep) -> Places:
+    if step.shared is None:
+        return _places(step)
+    if "places" not in step.shared:
+        step.shared["places"] = _places(step)
+    places: Places = step.shared["places"]
+    return places
+
+
+def _places(step: GatedDeltaStep) -> Places:
+    memory, device = step.memory, step.inputs.device
+    block, width, before = memory.pending.shape[1], step.rows.shape[1], memory.conv.shape[1]
     is_new = (step.starts == 0) | (step.slots == 0)  # the slot's previous sequence does not count
     accepted = (step.starts - memory.num_tokens[step.slots]).clamp(0, block).masked_fill(is_new, 0)
     if step.can_wait:
         # A plain step has one pending row, so the width of a block would take most of the time.
         block = int(accepted.max())
-    device = step.inputs.device
-    rows_between, never, columns = _fixed(block, width, device)
-    counts = accepted[:, None].expand(-1, block), step.counts[:, None].expand(-1, width)
-    is_none = columns >= torch.cat(counts, dim=1)
+    rows, columns, parts = _columns(before, block, width, device)
+    old = (~is_new).to(torch.int32)
+    counts = torch.stack((old, accepted, old, step.counts), dim=1)
+    is_none = columns >= counts.index_select(1, parts)
+    rows = (rows + accepted[:, None] * (parts == 2)).masked_fill(is_none, before + block + width)
+    sequences = _numbers(len(accepted), device)
+    return Places(
+        None if step.can_wait and not is_new.any() else is_new,
+        accepted,
+        block,
+        torch.cat((is_none[:, before : before + block], is_none[:, -width:]), dim=1),
+        (sequences[:, None], rows),
+        (step.places // width, step.places % width),
+    )
+
+
+def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] = l2norm) -> Tensor:
+    """Return `Backend.commit_and_verify`, with `normed` as the l2norm. All is computed before the first write.
+
+    The first layer of a forward finds the places of its rows for all, as each layer has the same.
+    """
+    weights, memory = step.weights, step.memory
+    num_heads, k_dim, v_dim = memory.matrix.shape[1:]
+    num_before, channels, width = memory.conv.shape[1], memory.conv.shape[2], step.rows.shape[1]
+    keys = (channels - num_heads * v_dim) // 2
+    k_heads = keys // k_dim
+    places = _of_all_layers(step)
+    block, device = places.block, step.inputs.device
+    rows_between, never = _fixed(block, width, device)
 
     pending, new = memory.pending[step.slots, :block], whole_inputs(step)[step.rows]
     before, state = memory.conv[step.slots], memory.matrix[step.slots]
-    if not step.can_wait or is_new.any():
-        before = before.masked_fill(is_new[:, None, None], 0.0)
-        state = state.masked_fill(is_new[:, None, None, None], 0.0)
-    last_inputs = last_rows(before, pending[..., :channels], accepted)
-    ordered = torch.cat((pending[..., :channels], last_inputs, new[..., :channels]), dim=1)
-    mixed = short_conv(before, ordered, weights.conv)
-    mixed = torch.cat((mixed[:, :block], mixed[:, -width:]), dim=1).masked_fill(is_none[..., None], 0.0)
-    gates = torch.cat((pending[..., channels:], new[..., channels:]), dim=1).float().mT
+    if places.is_new is not None:
+        state = state.masked_fill(places.is_new[:, None, None, None], 0.0)
+    # A row that does not count is one of zeros, and has no beta and no decay.
+    zero = _zero(channels, before.dtype, device).expand(len(before), 1, -1)
+    whole = torch.cat((before, pending[..., :channels], new[..., :channels], zero), dim=1)[places.ordered]
+    last_inputs = whole[:, num_before + block : -width]
+    mixed = short_conv(whole[:, :num_before], whole[:, num_before:], weights.conv)
+    mixed = torch.cat((mixed[:, :block], mixed[:, -width:]), dim=1)
+    gates = torch.cat((pending[..., channels:], new[..., channels:]), dim=1).float()
+    gates = gates.masked_fill(places.is_none[..., None], _NEVER).mT
     b, a = gates.unflatten(1, (2, num_heads)).unbind(1)
-    beta = b.sigmoid().masked_fill(is_none[:, None], 0.0)[..., None]
+    beta = b.sigmoid()[..., None]
     slowing = F.softplus(a + weights.dt_bias[:, None]) * weights.a_log.exp()[:, None]
-    slowing = slowing.masked_fill(is_none[:, None], 0.0).flatten(0, 1)
+    slowing = slowing.flatten(0, 1)
     # Row 0 and column 0 are the state, and row t has the decay from each row up to itself.
     between = torch.addmm(never, slowing, rows_between).exp()
     between = between.view(-1, num_heads, block + width + 1, block + width + 1)
@@ -216,10 +259,11 @@ def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] =
     of_q, seen = (x.flatten(0, 1)[:, -width:] for x in (of_state[:, :, 0], seen))
     o = torch.baddbmm(of_q, seen, d.flatten(0, 1), beta=scale, alpha=scale)
 
-    to_end = between[_numbers(len(accepted), device), :, accepted][..., None]
+    to_end = between[_numbers(len(state), device), :, places.accepted][..., None]
     committed = (qk[:, :, -d.shape[2] :] * to_end[:, :, 1:]).mT @ d
     committed = torch.addcmul(committed, state, to_end[:, :, :1])
-    o = o.view(-1, num_heads, width, v_dim).transpose(1, 2).flatten(0, 1)[step.places]
+    sequences, columns = places.outputs
+    o = o.view(-1, num_heads, width, v_dim)[sequences, :, columns]
     memory.matrix[step.next_slots] = committed
     memory.conv[step.next_slots] = last_inputs
     memory.num_tokens[step.next_slots] = step.starts.to(torch.int32)
@@ -228,17 +272,32 @@ def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] =
 
 
 @cache
-def _fixed(block: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (rows between [P, (P + 1)^2], never [(P + 1)^2], columns [P]) for P = `block` pending + `width` new rows.
+def _fixed(block: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return (rows between [P, (P + 1)^2], never [(P + 1)^2]) for P = `block` pending + `width` new rows.
 
-    The first is -1 for the rows after row i up to row t, at most 1 MB. The second adds _NEVER where t is before i, and
-    columns count both kinds of rows. They are made on the device, because an upload would let the host wait.
+    The first is -1 for the rows after row i up to row t, at most 1 MB. The second adds _NEVER where t is before i. They
+    are made on the device, because an upload would let the host wait.
     """
     row = torch.arange(1 + block + width, device=device)
     t, i, between = row[:, None], row, row[1:, None, None]
     rows_between = -((i < between) & (between <= t)).float().flatten(1)
-    columns = torch.cat((row[:block], row[:width])).to(torch.int32)
-    return rows_between, (i > t).float().flatten() * _NEVER, columns
+    return rows_between, (i > t).float().flatten() * _NEVER
+
+
+@cache
+def _columns(before: int, block: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `Places.ordered` is made of, each for all of its rows: the row with nothing accepted, the number that
+    a count is compared with, and the part 0 to 3. A part of conv's rows counts as a whole."""
+    row = torch.arange(before + block + width, device=device)
+    sizes = before, block, before, width
+    rows = torch.cat((row[: before + block], row[:before], row[before + block :]))
+    numbers = torch.cat((row[:before] * 0, row[:block], row[:before] * 0, row[:width])).to(torch.int32)
+    return rows, numbers, torch.cat([torch.full((size,), i, device=device) for i, size in enumerate(sizes)])
+
+
+@cache
+def _zero(channels: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(channels, dtype=dtype, device=device)
 
 
 @cache

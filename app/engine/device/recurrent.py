@@ -1,7 +1,7 @@
 """What recurrent layers hand to a device: rows of a step, the weights of their recurrence, and slots of states."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,6 +68,7 @@ class GatedDeltaStep(NamedTuple):
 
     can_wait: bool = False  # the host may read counts, because it computes them itself
     gates: Tensor | None = None  # [R, 2 Nv]
+    shared: dict[str, Any] | None = None  # what the first layer of a forward finds for all
 
 
 class GatedDeltaPrompts(NamedTuple):

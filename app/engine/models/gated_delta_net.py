@@ -1,5 +1,7 @@
 """The Gated DeltaNet layer (arXiv 2412.06464), which replaces attention. Its state rolls back with refused drafts."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -57,7 +59,7 @@ class GatedDeltaNet(nn.Module):
         if recurrent.decodes is not None:
             done = len(recurrent.decodes.places)
             own = inputs[:done], None if gates is None else gates[:done]
-            parts.append(self._verify(*own, recurrent.decodes, memory))
+            parts.append(self._verify(*own, recurrent.decodes, memory, rows.shared))
         if recurrent.prompts is not None:
             own = inputs[done:], None if gates is None else gates[done:]
             parts.append(self._commit(*own, recurrent.prompts, memory))
@@ -65,7 +67,14 @@ class GatedDeltaNet(nn.Module):
         gated = backend.gated_norm(o, z, self.norm, self._eps, self.out_proj)
         return self._project(gated, self.out_proj)
 
-    def _verify(self, inputs: Tensor, gates: Tensor | None, step: SequenceRows[Tensor], memory: LayerState) -> Tensor:
+    def _verify(
+        self,
+        inputs: Tensor,
+        gates: Tensor | None,
+        step: SequenceRows[Tensor],
+        memory: LayerState,
+        shared: dict[str, Any],
+    ) -> Tensor:
         """Return outputs [R, Nv, Dv] of decoding rows, after the previous step's accepted rows are committed."""
         return self._backend.commit_and_verify(
             GatedDeltaStep(
@@ -80,6 +89,7 @@ class GatedDeltaNet(nn.Module):
                 places=step.places,
                 can_wait=self._backend.memory_is_host and not step.static,
                 gates=gates,
+                shared=shared,
             )
         )
 

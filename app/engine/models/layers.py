@@ -1,9 +1,9 @@
 """The pre-norm decoder layer that targets and drafts share, with fused weights. Only masks and KV lengths differ."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ class StepRows:
     slot_mapping: Tensor  # [T] int32
     groups: list[AttentionMetadata]  # one attention call each, over consecutive rows
     recurrent: RecurrentRows[Tensor] | None = None  # for a hybrid target
+    shared: dict[str, Any] = field(default_factory=dict)  # what the first recurrent layer finds for all
 
 
 class Attention(nn.Module):
