@@ -19,6 +19,7 @@ from app.engine.npu.rules import (
     MASK_SIZE,
     MAX_AXIS,
     MAX_BLOCK_ROWS,
+    MAX_SWIGLU_QUANT,
     MAX_TOP_K,
     MIN_EXPERTS,
     NZ,
@@ -299,8 +300,11 @@ def _init_routing(hold: _Holder, call: Mapping[str, Any]) -> None:
     wanted = {"expert_tokens_num_type": 1, "expert_tokens_num_flag": True, "active_num": chosen.numel()}
     hold("N34", given == wanted, f"given are {given}, not {wanted}")
     hold("N34", call.get("active_expert_range") == [0, experts], f"active_expert_range, not [0, {experts}]")
-    others = (call.get("drop_pad_mode", 0), call.get("quant_mode", -1), call.get("row_idx_type", 0))
-    hold("N34", others == (0, -1, 0), f"drop_pad_mode, quant_mode, row_idx_type are {others}")
+    others = (call.get("drop_pad_mode", 0), call.get("row_idx_type", 0))
+    hold("N34", others == (0, 0), f"drop_pad_mode, row_idx_type are {others}")
+    mode, scale = call.get("quant_mode", -1), call.get("scale")
+    fits = mode == -1 or (mode == 1 and x.dtype == torch.bfloat16)
+    hold("N34", fits and scale is None, f"quant_mode is {mode} for {x.dtype}, scale {_kind(scale)}")
 
 
 def _init_routing_values(hold: _Holder, call: Mapping[str, Any]) -> None:
@@ -375,6 +379,16 @@ def _norm_quant(hold: _Holder, call: Mapping[str, Any]) -> None:
     _rms_norm(hold, call)
 
 
+def _swiglu_quant(hold: _Holder, call: Mapping[str, Any]) -> None:
+    x, others = call["x"], sorted(set(call) - {"x", "activate_left", "quant_mode"})
+    fits = x.dim() == 2 and x.dtype == torch.bfloat16 and x.is_contiguous() and x.numel() > 0
+    hold("N45", fits and not others, f"x {_kind(x)} with {others}, not some contiguous rows of bfloat16 alone")
+    width = x.shape[-1]
+    hold("N45", width % 2 == 0 and width <= MAX_SWIGLU_QUANT, f"{width} columns, not even and up to {MAX_SWIGLU_QUANT}")
+    modes = (call.get("activate_left", False), call.get("quant_mode", 0))
+    hold("N45", modes == (True, 1), f"activate_left, quant_mode are {modes}")
+
+
 def _format_cast(hold: _Holder, call: Mapping[str, Any]) -> None:
     x, given = call["input"], (call.get("acl_format"), call.get("customize_dtype"), call.get("input_dtype"))
     fits = x.dtype == torch.int8 and x.dim() in (2, 3) and x.is_contiguous() and given == (NZ, None, None)
@@ -427,6 +441,7 @@ _CALL_RULES: dict[str, Callable[[_Holder, Mapping[str, Any]], None]] = {
     "npu_clipped_swiglu": _clipped_swiglu,
     "npu_dynamic_quant": _dynamic_quant,
     "npu_add_rms_norm_dynamic_quant": _norm_quant,
+    "npu_swiglu_quant": _swiglu_quant,
     "npu_format_cast": _format_cast,
     "npu_quant_matmul": _quant_matmul,
 }

@@ -234,7 +234,7 @@ class NpuBackend(Backend):
         )
 
     def gated_mlp(self, x: Rows, gate_up: Weight, down: Weight) -> Tensor:
-        return self.linear(torch_npu.npu_swiglu(self.linear(x, gate_up)), down)
+        return self.linear(_swiglu(self.linear(x, gate_up), down), down)
 
     def empty_experts(self, like: Tensor, num_experts: int, out_features: int, in_features: int) -> Tensor:
         """Return memory of [E, in, out], seen as [E, out, in], because `npu_grouped_matmul` reads that order (N35)."""
@@ -249,7 +249,8 @@ class NpuBackend(Backend):
         weights_of_row, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(
             router_logits(x, weights).nan_to_num(), k=config.num_experts_per_tok, renorm=int(config.norm_topk_prob)
         )
-        rows, origins, counts, _ = torch_npu.npu_moe_init_routing_v2(
+        in_int8 = isinstance(weights.gate_up, QuantisedWeight)
+        rows, origins, counts, scales = torch_npu.npu_moe_init_routing_v2(
             x,
             chosen,
             active_num=chosen.numel(),
@@ -257,13 +258,15 @@ class NpuBackend(Backend):
             expert_tokens_num_type=1,
             expert_tokens_num_flag=True,
             active_expert_range=[0, num_experts],
+            quant_mode=1 if in_int8 else -1,
         )
-        hidden = _grouped(rows, weights.gate_up, weights.gate_up_bias, counts)
+        rows = QuantisedRows(rows, scales) if in_int8 else rows
+        gate_up = _grouped(rows, weights.gate_up, weights.gate_up_bias, counts)
         if config.swiglu_limit is None:
-            hidden = torch_npu.npu_swiglu(hidden)
+            hidden = _swiglu(gate_up, weights.down)
         else:
             hidden = torch_npu.npu_clipped_swiglu(
-                hidden, alpha=SWIGLU_ALPHA, limit=config.swiglu_limit, bias=1.0, interleaved=False
+                gate_up, alpha=SWIGLU_ALPHA, limit=config.swiglu_limit, bias=1.0, interleaved=False
             )
         out = _grouped(hidden, weights.down, weights.down_bias, counts)
         return torch_npu.npu_moe_token_unpermute(out, origins, probs=weights_of_row.to(out.dtype))
@@ -316,15 +319,26 @@ class NpuBackend(Backend):
         return accelerator.peak_memory(run, torch_npu.npu)
 
 
-def _grouped(rows: Tensor, weight: ExpertWeight, bias: Tensor | None, counts: Tensor) -> Tensor:
+def _swiglu(gate_up: Tensor, reader: ExpertWeight) -> Rows:
+    """Return the SwiGLU [T, I] of [T, 2I], by one operator in int8 if `reader` multiplies so and it is narrow enough
+    (N45)."""
+    if isinstance(reader, QuantisedWeight) and gate_up.shape[1] <= rules.MAX_SWIGLU_QUANT:
+        return QuantisedRows(*torch_npu.npu_swiglu_quant(gate_up, activate_left=True, quant_mode=1))
+    return torch_npu.npu_swiglu(gate_up)
+
+
+def _grouped(x: Rows, weight: ExpertWeight, bias: Tensor | None, counts: Tensor) -> Tensor:
     """Return rows [R, in], sorted by expert, times weight [E, out, in] of their expert. `counts` [E] int64 are rows.
 
-    With weights in int8, rows are quantised to int8 with a scale each.
+    With weights in int8, rows are in int8 with a scale each.
     """
-    dtype, row_scales, scales = rows.dtype, None, None
+    dtype, row_scales, scales = None, None, None
     if isinstance(weight, QuantisedWeight):
-        scales, weight = weight.scales.flatten(1), weight.data
-        rows, row_scales = torch_npu.npu_dynamic_quant(rows)
+        if isinstance(x, Tensor):
+            x = QuantisedRows(*torch_npu.npu_dynamic_quant(x))
+        rows, row_scales, scales, dtype, weight = x.data, x.scales, weight.scales.flatten(1), weight.dtype, weight.data
+    else:
+        rows = plain(x)
     assert isinstance(weight, Tensor)
     (out,) = torch_npu.npu_grouped_matmul(
         [rows],
@@ -336,7 +350,7 @@ def _grouped(rows: Tensor, weight: ExpertWeight, bias: Tensor | None, counts: Te
         group_list_type=1,
         scale=None if scales is None else [scales],
         per_token_scale=None if row_scales is None else [row_scales],
-        output_dtype=None if scales is None else dtype,
+        output_dtype=dtype,
     )
     return out
 

@@ -25,6 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Llama 3": {"family": "llama"},
     "Qwen2.5": {"family": "qwen2"},
     "Qwen3-MoE": {"experts": 8},
+    "Qwen3-MoE, W8A8": {"experts": 8},
     "gpt-oss": GPT_OSS,
 }
 HEAD = "| a layer of | launches |"

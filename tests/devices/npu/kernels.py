@@ -243,20 +243,23 @@ def moe_init_routing_v2(
     row_idx_type: int = 0,
     **others: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (rows, places, counts, a scale that is not defined) of x [T, H] and experts [T, k].
+    """Return (rows, places, counts, scales) of x [T, H] and experts [T, k]. With quant_mode 1 rows are dynamic_quant's,
+    and scales are not defined otherwise.
 
     The rows [T * k, H] are sorted by expert, and places [T * k] int32 are where each pair is among them. Counts [E]
     int64 are the rows of each expert.
     """
-    modes = (drop_pad_mode, expert_tokens_num_type, expert_tokens_num_flag, quant_mode, row_idx_type)
+    modes = (drop_pad_mode, expert_tokens_num_type, expert_tokens_num_flag, row_idx_type)
     given = [name for name, it in others.items() if it not in (None, -1)]
-    if modes != (0, 1, True, -1, 0) or given or tuple(active_expert_range) != (0, expert_num):
+    if modes != (0, 1, True, 0) or quant_mode not in (-1, 1) or given or tuple(active_expert_range) != (0, expert_num):
         raise NotImplementedError(f"no CPU reference for {modes=}, {given=}, {active_expert_range=}")
     flat = expert_idx.flatten().long()
     order = flat.argsort(stable=True)
     places = torch.empty_like(order).index_put_((order,), torch.arange(len(order)))
-    scale = torch.full((len(order),), torch.nan)
-    return x[order // expert_idx.shape[1]], places.int(), flat.bincount(minlength=expert_num), scale
+    rows, scale = x[order // expert_idx.shape[1]], torch.full((len(order),), torch.nan)
+    if quant_mode == 1:
+        rows, scale = dynamic_quant(rows)
+    return rows, places.int(), flat.bincount(minlength=expert_num), scale
 
 
 def grouped_matmul(
@@ -334,6 +337,15 @@ def add_rms_norm_dynamic_quant(
     return rows, torch.empty((), dtype=torch.int8), total, scales, torch.empty(())
 
 
+def swiglu_quant(
+    x: Tensor, *, activate_left: bool = False, quant_mode: int = 0, group_list_type: int = 0, **others: Any
+) -> tuple[Tensor, Tensor]:
+    """dynamic_quant of the SwiGLU, which is not rounded in between."""
+    if any(it is not None for it in others.values()) or (activate_left, quant_mode, group_list_type) != (True, 1, 0):
+        raise NotImplementedError(f"no CPU reference for {activate_left=}, {quant_mode=}, {others}")
+    return dynamic_quant(swiglu(x.float()))
+
+
 def format_cast(input: Tensor, acl_format: int, **others: Any) -> Tensor:
     """The same numbers. What order of bytes a format has is not modelled, but a tensor keeps its format."""
     return input.clone()
@@ -377,6 +389,7 @@ KERNELS = {
     "npu_moe_token_unpermute": moe_token_unpermute,
     "npu_dynamic_quant": dynamic_quant,
     "npu_add_rms_norm_dynamic_quant": add_rms_norm_dynamic_quant,
+    "npu_swiglu_quant": swiglu_quant,
     "npu_format_cast": format_cast,
     "npu_quant_matmul": quant_matmul,
 }

@@ -123,6 +123,10 @@ def norm_quantising() -> dict[str, Any]:
     return add_norm() | {"output_mask": [True, False]}
 
 
+def swiglu_quantising() -> dict[str, Any]:
+    return {"x": new(3, 64), "activate_left": True, "quant_mode": 1}
+
+
 def casting() -> dict[str, Any]:
     return {"input": new(64, 96, dtype=torch.int8), "acl_format": 29}
 
@@ -162,6 +166,7 @@ OPERATORS: dict[Callable[[], dict[str, Any]], str] = {
     clipped: "npu_clipped_swiglu",
     quantising: "npu_dynamic_quant",
     norm_quantising: "npu_add_rms_norm_dynamic_quant",
+    swiglu_quantising: "npu_swiglu_quant",
     casting: "npu_format_cast",
     quantised: "npu_quant_matmul",
     quantised_in_nz: "npu_quant_matmul",
@@ -248,6 +253,9 @@ WRONG: list[tuple[str, Callable[[], dict[str, Any]], str, Change]] = [
     ("N21", rotary_both, "heads of another size", lambda call: call.update(narrow(call))),
     ("N33", gating, "logits in bfloat16", on("x", Tensor.bfloat16)),
     ("N33", gating, "more than there are", with_(k=9)),
+    ("N34", routing, "rows by one scale for all", with_(quant_mode=0)),
+    ("N34", routing, "rows that are smoothed", with_(quant_mode=1, scale=new(8, 64, dtype=torch.float32))),
+    ("N34", routing, "rows in int8 of float32", lambda call: call.update(x=call["x"].float(), quant_mode=1)),
     ("N34", routing, "experts of int64", on("expert_idx", Tensor.long)),
     ("N34", routing, "a row without experts", on("expert_idx", lambda it: it[:2])),
     ("N34", routing, "ends instead of counts", with_(expert_tokens_num_type=0)),
@@ -284,6 +292,11 @@ WRONG: list[tuple[str, Callable[[], dict[str, Any]], str, Change]] = [
     ("N43", norm_quantising, "rows in float16", lambda call: call.update(x1=new(3, 64).half())),
     ("N43", norm_quantising, "a smoothed result", with_(smooth_scale1=new(64))),
     ("N43", norm_quantising, "outputs as its default chooses", lambda call: call.pop("output_mask")),
+    ("N45", swiglu_quantising, "up as the gate", lambda call: call.pop("activate_left")),
+    ("N45", swiglu_quantising, "one scale for all rows", with_(quant_mode=0)),
+    ("N45", swiglu_quantising, "too many columns", with_(x=new(3, 8194))),
+    ("N45", swiglu_quantising, "a strided input", with_(x=new(64, 4).t())),
+    ("N45", swiglu_quantising, "rows of each expert", with_(group_index=ints(1, 2).long())),
     ("N44", casting, "a weight in bfloat16", on("input", Tensor.bfloat16)),
     ("N44", casting, "a transposed view", on("input", Tensor.t)),
     ("N44", casting, "no whole tiles", with_(input=new(64, 48, dtype=torch.int8))),
