@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from math import gcd, isnan
+from math import isnan
 from typing import NamedTuple
 
 import numpy as np
@@ -32,14 +32,13 @@ from app.engine.device.comparison import (
 from app.engine.device.moe import ExpertWeights, MoeConfig
 from app.engine.device.probe import Finding, failed, ok
 from app.engine.device.recurrent import GatedDeltaPrompts, GatedDeltaStep, GatedDeltaWeights, LayerState
-from app.engine.quantised import FP4_BLOCK, ExpertWeight, PackedFp4, QuantisedWeight, Weight
+from app.engine.quantised import E4M3_GROUP, FP4_BLOCK, ExpertWeight, PackedFp4, QuantisedWeight, Weight
 
 EPS = 1e-6
 FLOAT32_BYTES = 4
 WINDOW = 100
 """Tokens that a row of sliding attention sees. Not a multiple of a page, so pages are cut."""
 HINT = "do not serve on it; with versions that belong together, report this output"
-E4M3_GROUP, E4M3_MAX = 128, 448.0
 EXPERTS = MoeConfig(16, 4, intermediate_size=256, norm_topk_prob=True)
 GPT_OSS = replace(EXPERTS, intermediate_size=288, has_bias=True, swiglu_limit=7.0)
 GPT_OSS_HIDDEN = 736
@@ -258,17 +257,10 @@ def _linear(at: Inputs, rows: int, hidden: int, width: int, name: str = "") -> P
     return lambda: at.backend.linear(x, packed)
 
 
-def in_e4m3(values: Tensor) -> QuantisedWeight:
-    """Return a weight [.., out, in] in e4m3 with a scale for 128 numbers of a row."""
-    groups = values.float().unflatten(-1, (-1, gcd(values.shape[-1], E4M3_GROUP)))
-    scales = groups.abs().amax(-1) / E4M3_MAX
-    return QuantisedWeight((groups / scales[..., None]).flatten(-2).to(torch.float8_e4m3fn), scales, values.dtype)
-
-
 def rows_of_e4m3(x: Tensor) -> Tensor:
     """Return rows like x that e4m3 holds exactly, with a scale of 1 a group, so that no rounding hides an error."""
     rows = (64 * x).round().clamp(-6, 6) * 64
-    rows[..., ::E4M3_GROUP] = E4M3_MAX
+    rows[..., ::E4M3_GROUP] = 448
     return rows
 
 
@@ -281,8 +273,10 @@ class Format(NamedTuple):
     twice: int
 
 
-E4M3 = Format(in_e4m3, rows_of_e4m3, 4)
-FORMATS = {"int8": Format(QuantisedWeight.int8, lambda x: x, 2), "e4m3": E4M3}
+FORMATS = {
+    "int8": Format(partial(QuantisedWeight.rounded, kind=torch.int8), lambda x: x, 2),
+    "e4m3": Format(partial(QuantisedWeight.rounded, kind=torch.float8_e4m3fn), rows_of_e4m3, 4),
+}
 
 
 def _qkv_into_kv(at: Inputs, sizes: Sequence[int], turning: float) -> Prepared:

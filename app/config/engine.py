@@ -60,8 +60,8 @@ class EngineConfig:
     draft_quantization: str = _setting(
         SPECULATION,
         "auto",
-        "auto | none | int8: the draft's weights as they are, or rounded to int8, its head too, which changes no text; "
-        "auto: int8 in bfloat16 on a CPU, and on a GPU from Hopper on",
+        "auto | none | int8 | fp8: the draft's weights as they are, or rounded, its head too, which changes no text; "
+        "auto: in bfloat16 int8 on a CPU, and fp8 on a GPU from Hopper on",
         metavar="METHOD",
     )
     draft_window: int | None = _setting(

@@ -144,7 +144,7 @@ _READ = (
 Quantization = Annotated[
     str, _spelt({"none": "auto", "gguf": "auto"}), require({"auto", "int8", *STORED}.__contains__, _READ)
 ]
-DraftQuantization = Annotated[Literal["auto", "none", "int8"], _spelt({"unquant": "none"})]
+DraftQuantization = Annotated[Literal["auto", "none", "int8", "fp8"], _spelt({"unquant": "none"})]
 _DEVICE = re.compile(r"auto|cpu|(cuda|npu)(:\d+)?")
 Device = Annotated[str, require(_DEVICE.fullmatch, "a device is auto, cpu, cuda, cuda:N, npu or npu:N")]
 NumDrafts = Annotated[

@@ -7,6 +7,8 @@ from math import gcd
 import torch
 from torch import Tensor
 
+E4M3_GROUP = 128
+"""Numbers of a row that share a scale, of a weight that is rounded to e4m3."""
 FP4_BLOCK = 32
 """Numbers of a block of mxfp4."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -22,10 +24,16 @@ class QuantisedWeight:
     dtype: torch.dtype
 
     @classmethod
-    def int8(cls, weight: Tensor) -> "QuantisedWeight":
-        """Return a weight [.., out, in] in int8 with a scale a row, to nearest."""
-        scales = weight.float().abs().amax(-1, keepdim=True).clamp_(min=1e-20) / 127
-        return cls((weight / scales).round_().to(torch.int8), scales, weight.dtype)
+    def rounded(cls, weight: Tensor, kind: torch.dtype) -> "QuantisedWeight":
+        """Return a weight [.., out, in] to nearest: in int8 with a scale a row, or in float8_e4m3fn with one for 128
+        numbers of it, or for as many as divide it and 128."""
+        most, group = 127, weight.shape[-1]
+        if kind == torch.float8_e4m3fn:
+            most, group = 448, gcd(group, E4M3_GROUP)
+        groups = weight.unflatten(-1, (-1, group))
+        scales = groups.float().abs().amax(-1).clamp_(min=1e-20) / most
+        data = (groups / scales[..., None]).flatten(-2)
+        return cls((data.round_() if kind == torch.int8 else data).to(kind), scales, weight.dtype)
 
     @property
     def nbytes(self) -> int:

@@ -198,7 +198,7 @@ class RandomWeights:
     def __contains__(self, name: str) -> bool:
         return self._method.get("quant_method") == "mxfp4" and name.endswith("_proj_blocks")
 
-    def num_bytes(self, multiplies: object, *, to_int8: bool) -> int:
+    def num_bytes(self, multiplies: object, *, to: torch.dtype | None) -> int:
         return 0  # unknown, so a model that does not fit is found out while it is made
 
     def get(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:

@@ -7,7 +7,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from app.check.operators import E4M3, FORMATS, experts
+from app.check.operators import FORMATS, experts
 from app.engine.device.base import Backend
 from app.engine.device.comparison import Inputs
 from app.engine.device.factory import make_backend
@@ -95,7 +95,7 @@ def alone(opened: Callable[[], Backend], sizes: HazardSizes, name: str, counts: 
 def nan_in_weight(opened: Callable[[], Backend], sizes: HazardSizes) -> Result:
     """Multiply by a weight with one NaN, which must show in its column of the result and in no other."""
     at, cases = inputs(opened()), list[Result]()
-    weight = E4M3.of(at.normal(sizes.width, sizes.hidden, scale=sizes.hidden**-0.5))
+    weight = FORMATS["e4m3"].of(at.normal(sizes.width, sizes.hidden, scale=sizes.hidden**-0.5))
     weight.data.view(torch.uint8)[3, 5] = E4M3_NAN
     packed = at.backend.pack_linear(weight)
     for count in sizes.rows:

@@ -14,7 +14,7 @@ from app.engine.comm.device import DeviceComm
 from app.engine.cuda import eight_bits, experts, fp4, gated_delta, gated_delta_prompts, integers, products, rows
 from app.engine.cuda.attention import TILE_ROWS, Geometry, Heads, geometry, paged_attention
 from app.engine.device import accelerator
-from app.engine.device.base import AttentionMask, AttentionMetadata, Defaults, Graph, LayerKv
+from app.engine.device.base import AttentionMask, AttentionMetadata, Graph, LayerKv
 from app.engine.device.moe import ExpertWeights, MoeConfig, mixture
 from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
@@ -36,13 +36,14 @@ class CudaBackend(TorchBackend):
     captures = True
     lengths_on_host = False
     memory_is_host = False
+    defaults = replace(TorchBackend.defaults, draft_kind=torch.float8_e4m3fn)
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.on_gpu = device.type == "cuda"
         if self.on_gpu:
             torch.cuda.set_device(device)
-            self.defaults = Defaults(torch.bfloat16, page_size=16, max_num_seqs=256, max_blocks=64, int8_draft=True)
+            self.defaults = replace(self.defaults, dtype=torch.bfloat16, max_num_seqs=256, max_blocks=64, is_slow=False)
         # On a CPU the backend answers like an H200.
         self.capability = torch.cuda.get_device_capability(device) if self.on_gpu else (9, 0)
         self.has_scaled_mm = self.on_gpu and self.capability == HOPPER and eight_bits.has_scaled_mm()

@@ -90,8 +90,8 @@ class Defaults:
     page_size: int
     max_num_seqs: int
     max_blocks: int = 256
-    int8_draft: bool = False
-    """A draft in bfloat16 is rounded to int8, because its steps gain more than its acceptance loses."""
+    draft_kind: torch.dtype | None = None
+    """The 8 bits that a draft in bfloat16 is rounded to, because its steps gain more than its acceptance loses."""
     is_slow: bool = False
     """Prompts are cut by time, because streams would stand still for seconds behind one of thousands of rows."""
 

@@ -64,7 +64,7 @@ class RerunGraph(Graph):
 class TorchBackend(Backend):
     """Backend with PyTorch's operators. Attention gathers K and V from the pages, in a few padded calls a step."""
 
-    defaults = Defaults(dtype=torch.float32, page_size=16, max_num_seqs=32, int8_draft=True, is_slow=True)
+    defaults = Defaults(dtype=torch.float32, page_size=16, max_num_seqs=32, draft_kind=torch.int8, is_slow=True)
     allows_empty_sequences = True
     memory_is_host = True
     max_gathered_tokens = 1 << 18

@@ -16,7 +16,7 @@ from app.engine.errors import UnsupportedError
 from app.engine.heartbeat import beat
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import DecoderLayer, StepRows, add_norm, frozen, read_projections, tied_head
-from app.engine.models.weights import Int8Weights, LayerSource, Weights, local_part
+from app.engine.models.weights import LayerSource, RoundedWeights, Weights, local_part
 from app.engine.quantised import QuantisedWeight, Weight, joined
 
 _ROUNDED_ROWS = 1 << 13
@@ -31,8 +31,8 @@ class DFlashModel(nn.Module):
     if it has no other.
     `target_ids` [Vd] int32 maps the draft's tokens to the target's, or is None if both have one vocabulary.
     The layers are sharded over the ranks of `layers_comm`, and the lm_head over those of `comm`, like the target's.
-    With `int8` the products of layers and the lm_head are rounded to int8, where the device multiplies by that. The
-    products of context are not: features have outliers.
+    With a `kind` of 8 bits the products of layers and the lm_head are rounded to it, where the device multiplies by
+    that. The products of context are not: features have outliers.
     """
 
     whole: Decode | None = None
@@ -50,7 +50,7 @@ class DFlashModel(nn.Module):
         comm: Comm = ALONE,
         layers_comm: Comm = ALONE,
         *,
-        int8: bool = False,
+        kind: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         decoder = config.decoder
@@ -61,8 +61,8 @@ class DFlashModel(nn.Module):
         self.hidden_norm = frozen(weights.get("hidden_norm.weight", hidden))
         sources = [LayerSource(i, decoder, weights, backend, comm=layers_comm) for i in range(decoder.num_layers)]
         self.context_kv, self.context_bias = _context_projections(sources)
-        if int8:
-            sources = [replace(source, weights=Int8Weights(weights)) for source in sources]
+        if kind:
+            sources = [replace(source, weights=RoundedWeights(weights, kind)) for source in sources]
         group = config.conv_group
         self.layers = nn.ModuleList(ConvolvedLayer(each, group) if group else DecoderLayer(each) for each in sources)
         self.norm = frozen(weights.get("norm.weight", hidden))
@@ -80,7 +80,7 @@ class DFlashModel(nn.Module):
                 weights.get, "lm_head.weight", (config.draft_vocab_size // comm.size, hidden), comm, 0
             )
             lm_head = _shared(backend.pack_weight(local_rows), lm_head)
-        self.lm_head = _in_int8(lm_head, backend) if int8 else lm_head
+        self.lm_head = _in_8_bits(lm_head, kind, backend) if kind else lm_head
         is_reduced = "d2t" in weights or config.draft_vocab_size != vocab
         self.target_ids = frozen(_target_ids(weights, config.draft_vocab_size, vocab)) if is_reduced else None
         self.path = PathHead(config, weights, backend, comm, self.in_target_vocabulary) if config.path else None
@@ -124,18 +124,18 @@ def read_mask_row(folder: Path, draft: DFlashConfig, like: Tensor) -> Tensor | N
 
 
 def _context_projections(sources: list[LayerSource]) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Return k and v of all layers in one weight [layers * 2 * kv_heads * D, H], never in int8, and their biases."""
+    """Return k and v of all layers in one weight [layers * 2 * kv_heads * D, H], never in 8 bits, and their biases."""
     parts = [read_projections(source, "kv") for source in sources]
     packed = sources[0].backend.pack_weight(*(cast(Tensor, weight) for weights, _ in parts for weight in weights))
     biases = [bias for _, bias in parts if bias is not None]
     return frozen(packed), frozen(torch.cat(biases)) if biases else None
 
 
-def _in_int8(lm_head: nn.Parameter, backend: Backend) -> Weight:
-    """Return the lm_head [V, H] in int8, or itself where the device does not multiply by that."""
-    if not backend.multiplies(QuantisedWeight.int8(lm_head.to("meta"))):
+def _in_8_bits(lm_head: nn.Parameter, kind: torch.dtype, backend: Backend) -> Weight:
+    """Return the lm_head [V, H] in 8 bits, or itself where the device does not multiply by that."""
+    if not backend.multiplies(QuantisedWeight.rounded(lm_head.to("meta"), kind)):
         return lm_head
-    return backend.pack_linear(joined([QuantisedWeight.int8(part) for part in lm_head.split(_ROUNDED_ROWS)]))
+    return backend.pack_linear(joined([QuantisedWeight.rounded(part, kind) for part in lm_head.split(_ROUNDED_ROWS)]))
 
 
 def _shared(weight: Tensor, target_weight: nn.Parameter) -> nn.Parameter:

@@ -81,12 +81,16 @@ class CheckpointWeights:
         stem = name.removesuffix(".quant_bias")
         return name in self._files if stem == name else self._scales.has_bias(f"{stem}.bias")
 
-    def num_bytes(self, multiplies: Callable[[QuantisedWeight | PackedFp4], bool], *, to_int8: bool) -> int:
+    def num_bytes(self, multiplies: Callable[[QuantisedWeight | PackedFp4], bool], *, to: torch.dtype | None) -> int:
         """Return `Weights.num_bytes`. A byte of mxfp4 has two numbers."""
         packs = defaultdict[str, list[tuple[int, int]]](list)
         for name, (_, _, shape, kind) in self._files.items():
             wide = narrow = math.prod(shape) * self._dtype.itemsize * (2 if name.endswith("_blocks") else 1)
-            if _PRODUCT.fullmatch(name) and len(shape) == 2 and (kind in QUANTISED_DTYPES or to_int8):
+            is_product = _PRODUCT.fullmatch(name) and len(shape) == 2
+            if is_product and to and kind not in QUANTISED_DTYPES:
+                rounded = QuantisedWeight.rounded(torch.empty(shape, dtype=self._dtype, device="meta"), to)
+                narrow = rounded.nbytes if multiplies(rounded) else wide
+            elif is_product and kind in QUANTISED_DTYPES:
                 scales = (self._files.get(name.removesuffix("weight") + kind) for kind in SCALES)
                 in_blocks = any(scale and scale.shape[1:] not in ([], [1]) for scale in scales)
                 groups = shape[1] // math.gcd(shape[1], self._scales.block[1]) if in_blocks else 1

@@ -42,12 +42,14 @@ def check_weights(plan: Plan, target: Weights, draft: Weights | None, backend: B
     """Raise UnsupportedError with both numbers if the weights are larger than the memory that is free."""
     config = plan.config
     slices = comm.size // plan.sharing  # a rank has a slice of products, and all of embeddings and norms
-    sizes = {config.target: target.num_bytes(backend.multiplies, to_int8=config.quantization == "int8") // slices}
+    to = torch.int8 if config.quantization == "int8" else None
+    sizes = {config.target: target.num_bytes(backend.multiplies, to=to) // slices}
     if config.draft and draft:
-        whole = draft.num_bytes(backend.multiplies, to_int8=plan.int8_draft)
-        if plan.int8_draft and plan.draft:  # in addition to the head that it is made from, which may be the target's
-            head = QuantisedWeight.int8(SIZES_ONLY(plan.draft.draft_vocab_size, plan.draft.decoder.hidden_size))
-            whole += head.nbytes if backend.multiplies(replace(head, dtype=plan.dtype)) else 0
+        whole = draft.num_bytes(backend.multiplies, to=plan.draft_kind)
+        if plan.draft_kind and plan.draft:  # in addition to the head that it is made from, which may be the target's
+            shape = plan.draft.draft_vocab_size, plan.draft.decoder.hidden_size
+            head = QuantisedWeight.rounded(SIZES_ONLY(shape, dtype=plan.dtype), plan.draft_kind)
+            whole += head.nbytes if backend.multiplies(head) else 0
         sizes[config.draft] = whole // (1 if plan.whole_draft else slices)
     needed, free = sum(sizes.values()), comm.minimum(backend.memory()[0])  # no rank has read weights before this
     listed = " and ".join(f"{size >> 20} MiB of {weights_of(folder)}" for folder, size in sizes.items())

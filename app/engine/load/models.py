@@ -4,6 +4,8 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+import torch
+
 from app.engine.checkpoint.draft import refuse_foreign_tensors
 from app.engine.checkpoint.files import Checkpoint
 from app.engine.checkpoint.read import Models
@@ -15,10 +17,10 @@ from app.engine.dflash.model import DFlashModel, read_mask_row
 from app.engine.dflash.rotation import read_rotation, turned_back, turned_fc
 from app.engine.load.loader import OpenWeights, target_class
 from app.engine.load.memory import check_weights
-from app.engine.load.plan import Plan
+from app.engine.load.plan import Plan, name_of
 from app.engine.models.layers import Attention
 from app.engine.models.target import Target
-from app.engine.models.weights import Int8Weights, Weights
+from app.engine.models.weights import RoundedWeights, Weights
 from app.engine.quantised import QuantisedWeight
 
 logger = logging.getLogger(__name__)
@@ -46,7 +48,7 @@ def read_models(
     check_weights(plan, stored, draft_weights, backend, comm)
     family = target_class(plan.target.model_type)
     target_layer_ids = shape.target_layer_ids if shape else ()
-    weights = Int8Weights(stored) if config.quantization == "int8" else stored
+    weights = RoundedWeights(stored, torch.int8) if config.quantization == "int8" else stored
     target = family(plan.target, weights, backend, target_layer_ids, comm)
     stored.close()
     if any(sizes := (backend.quantised_bytes >> 20, backend.widened_bytes >> 20)):
@@ -63,9 +65,9 @@ def read_models(
 
         shared = turned_back(config, shape, draft_weights, rotation, *shared, original, backend)
     before, layers_comm = backend.quantised_bytes, ALONE if plan.whole_draft else comm
-    draft = DFlashModel(shape, draft_weights, backend, *shared, comm, layers_comm, int8=plan.int8_draft)
-    if plan.int8_draft:
-        _tell_int8(draft, backend.quantised_bytes - before)
+    draft = DFlashModel(shape, draft_weights, backend, *shared, comm, layers_comm, kind=plan.draft_kind)
+    if plan.draft_kind:
+        _tell_rounded(draft, plan.draft_kind, backend.quantised_bytes - before)
     if rotation is not None:
         draft.fc = turned_fc(draft.fc, rotation, backend)
     draft.mask_row = read_mask_row(config.draft, shape, draft.norm)
@@ -74,12 +76,10 @@ def read_models(
     return target, draft
 
 
-def _tell_int8(draft: DFlashModel, num_bytes: int) -> None:
-    if not num_bytes:
-        text = "--draft-quantization int8: rounded only, because this device does not multiply by int8; leave it out"
-        return logger.warning(text)
+def _tell_rounded(draft: DFlashModel, kind: torch.dtype, num_bytes: int) -> None:
     head = "with a copy of its head" if isinstance(draft.lm_head, QuantisedWeight) else "but not its head"
-    logger.info("draft: %d MiB of weights in int8, %s; --draft-quantization none keeps them", num_bytes >> 20, head)
+    text = "draft: %d MiB of weights in %s, %s; --draft-quantization none keeps them"
+    logger.info(text, num_bytes >> 20, name_of(kind), head)
 
 
 def use_operator(

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 MIN_BATCHED_TOKENS = 2048
 PREFILL_SHARE = 512
 """Rows that a derived token budget leaves for prefill when every sequence verifies a whole block."""
+_DRAFT_KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -66,7 +67,7 @@ class Plan:
     sizes: Sizes
     graph_sizes: GraphSizes | None
     sharing: int = 1  # ranks that share one memory: all of them on a host, else one
-    int8_draft: bool = False
+    draft_kind: torch.dtype | None = None  # the 8 bits that the draft is rounded to
     num_pages: int = 0  # settled last
 
     @property
@@ -106,7 +107,7 @@ def make_plan(config: EngineConfig, models: Models, backend: Backend) -> Plan:
         window = max(*windows, MAX_PENDING)  # rows of up to MAX_PENDING steps may be written late
         sizes = replace(sizes, draft_window=window, window_pages=window_pages(window, block_size, sizes.page_size))
     sharing = config.tensor_parallel_size if backend.memory_is_host else 1
-    return Plan(config, target, draft, dtype, sizes, graph_sizes, sharing, rounds_draft(config, draft, dtype, backend))
+    return Plan(config, target, draft, dtype, sizes, graph_sizes, sharing, draft_kind(config, draft, dtype, backend))
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -132,14 +133,24 @@ def dtype_of(config: EngineConfig, target: DecoderConfig, backend: Backend) -> t
     return stored
 
 
-def rounds_draft(config: EngineConfig, draft: DFlashConfig | None, dtype: torch.dtype, backend: Backend) -> bool:
-    """Return True if the draft's weights become int8."""
-    if config.draft_quantization != "auto":
-        return config.draft_quantization == "int8"
-    if draft is None or dtype != torch.bfloat16 or not backend.defaults.int8_draft:
-        return False
-    row = torch.zeros(1, draft.decoder.hidden_size, dtype=dtype)
-    return backend.multiplies(QuantisedWeight.int8(row))
+def draft_kind(
+    config: EngineConfig, draft: DFlashConfig | None, dtype: torch.dtype, backend: Backend
+) -> torch.dtype | None:
+    """Return the 8 bits that the draft's weights become, or None if they stay, because the settings say so, or because
+    the device does not multiply by them."""
+    asked = config.draft_quantization
+    kind = _DRAFT_KINDS.get(asked)
+    if asked == "auto" and dtype == torch.bfloat16:
+        kind = backend.defaults.draft_kind
+    if draft is None or kind is None:
+        return None
+    row = torch.empty(1, draft.decoder.hidden_size, dtype=dtype, device="meta")
+    if backend.multiplies(QuantisedWeight.rounded(row, kind)):
+        return kind
+    if asked != "auto":
+        text = "--draft-quantization %s: left out, because %s does not multiply by it with this draft in %s"
+        logger.warning(text, asked, backend.device, name_of(dtype))
+    return None
 
 
 def settle_sizes(config: EngineConfig, block_size: int, model_limit: int, defaults: Defaults) -> Sizes:

@@ -40,9 +40,10 @@ class Weights(Protocol):
     @property
     def names(self) -> Iterable[str]: ...
 
-    def num_bytes(self, multiplies: Callable[[QuantisedWeight | PackedFp4], bool], *, to_int8: bool) -> int:
+    def num_bytes(self, multiplies: Callable[[QuantisedWeight | PackedFp4], bool], *, to: torch.dtype | None) -> int:
         """Return the bytes of all tensors on a device, which keeps quantised weights of products as they are if it
-        `multiplies` by them. With `to_int8` all weights of products are. Others are in the engine's dtype."""
+        `multiplies` by them. All weights of products are rounded `to` 8 bits, if not to None. Others are in the
+        engine's dtype."""
 
     def get(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor on the device, in `dtype`, or in the engine's for None.
@@ -61,18 +62,18 @@ class Weights(Protocol):
         """Close the files. Raises UnsupportedError if a tensor was not asked for."""
 
 
-class Int8Weights:
-    """Weights of products that become int8 while they are read. Others do not change."""
+class RoundedWeights:
+    """Weights of products that become `kind`, of 8 bits, while they are read. Others do not change."""
 
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
+    def __init__(self, weights: Weights, kind: torch.dtype) -> None:
+        self._weights, self._kind = weights, kind
 
     def __contains__(self, name: str) -> bool:
         return name in self._weights
 
     def get_linear(self, name: str, *shape: int, part: Part | None = None) -> Weight:
         weight = self._weights.get_linear(name, *shape, part=part)
-        return QuantisedWeight.int8(weight) if isinstance(weight, Tensor) else weight
+        return QuantisedWeight.rounded(weight, self._kind) if isinstance(weight, Tensor) else weight
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._weights, name)

@@ -2,7 +2,7 @@
 
     TRITON_INTERPRET=1 python -m tests.devices.cuda.launches
 
-The target has 36 layers in bfloat16 and the draft 5 in int8, like Qwen3-8B and its draft. Weights are tiny and random,
+The target has 36 layers in bfloat16 and the draft 5 in e4m3, like Qwen3-8B and its draft. Weights are tiny and random,
 because sizes do not change the number of launches. Graphs are captured on a CPU, and the launches of a capture are
 counted: each kernel in Triton, which does not run, and each operator of PyTorch. Not run on a GPU, where cuBLAS may
 split a product in two.
@@ -55,7 +55,7 @@ from tests.fast.engine.quantised import quantise
 LAYERS, DRAFT_LAYERS, BLOCK, MULTIPROCESSORS = 36, 5, 16, 132
 SHAPE: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 16, "block_size": BLOCK}
 SHAPE |= {"vocab_size": 128, "dtype": torch.bfloat16, "taps": (1, 9, 17, 25, 33)}
-SHAPE |= {"hidden_size": 128, "intermediate_size": 128}  # the least that a draft in int8 takes
+SHAPE |= {"hidden_size": 128, "intermediate_size": 128}  # the least that a draft in e4m3 takes
 LAYER = ("norm", "mm", "quantise", "product8", "rope_and_write", "attend", "combine", "gated")
 """Kernels and operators of a layer."""
 WITHOUT_LAUNCH = ("empty", "new_empty", "_unsafe_view", "_reshape_alias", "detach", "alias", "lift_fresh")

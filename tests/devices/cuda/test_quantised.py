@@ -289,5 +289,5 @@ def test_before_hopper_weights_are_dequantised(
     """Products of e4m3 are instructions of sm_90."""
     backend = CudaBackend(torch.device("cpu"))
     monkeypatch.setattr(backend, "capability", capability)
-    weight = QuantisedWeight.int8(torch.ones(64, 128, dtype=torch.bfloat16))
+    weight = QuantisedWeight.rounded(torch.ones(64, 128, dtype=torch.bfloat16), torch.int8)
     assert isinstance(backend.pack_linear(weight), QuantisedWeight) is multiplied

@@ -42,7 +42,7 @@ def magnitudes(rows: int) -> Tensor:
 @pytest.mark.parametrize("parts", [(48,), (40, 8, 16)], ids=str)
 @pytest.mark.parametrize("rows", [1, 16, 257])
 def test_a_product_is_that_of_the_quantised_numbers(backend, rows, parts, has_bias):
-    weights = [QuantisedWeight.int8((normal(n, 96, seed=n) * magnitudes(n)).bfloat16()) for n in parts]
+    weights = [QuantisedWeight.rounded((normal(n, 96, seed=n) * magnitudes(n)).bfloat16(), torch.int8) for n in parts]
     x = (normal(rows, 96, seed=rows) * magnitudes(rows)).bfloat16()
     bias = normal(sum(parts)) if has_bias else None
     put = [replace(weight, data=weight.data.to("npu:0"), scales=weight.scales.to("npu:0")) for weight in weights]
@@ -111,7 +111,7 @@ def test_int8_weights_stay_in_rows_where_nz_is_wrong_or_refused(backend, cast, m
 def test_the_norm_of_quantised_readers_hands_its_rows_on_in_int8(backend: NpuBackend, rows: int) -> None:
     x, residual, norm = ((normal(n, 96, seed=n) * 4).bfloat16() for n in (rows, rows + 1, 1))
     residual, norm = residual[:rows], norm[0]
-    weight = QuantisedWeight.int8((normal(48, 96) * magnitudes(48)).bfloat16())
+    weight = QuantisedWeight.rounded((normal(48, 96) * magnitudes(48)).bfloat16(), torch.int8)
     packed = backend.pack_linear(replace(weight, data=weight.data.to("npu:0"), scales=weight.scales.to("npu:0")))
     put = [it.to("npu:0") for it in (x, residual, norm)]
     with traced() as trace:
@@ -140,7 +140,7 @@ def test_the_norm_of_other_readers_is_plain(backend: NpuBackend, why: str) -> No
 
 
 def test_a_row_of_zeros_is_the_bias_and_one_that_is_not_finite_stays_so(backend: NpuBackend) -> None:
-    weight = QuantisedWeight.int8(normal(48, 96).to("npu:0"))
+    weight = QuantisedWeight.rounded(normal(48, 96).to("npu:0"), torch.int8)
     x, bias = normal(4, 96), normal(48).to("npu:0")
     x[0], x[1, 5], x[2, 6] = 0.0, torch.nan, torch.inf
     found = backend.linear(x.to("npu:0"), backend.pack_linear(weight), bias).cpu()
@@ -229,13 +229,23 @@ def test_float8_is_widened_before_it_comes_to_the_device(tmp_path: Path) -> None
     assert found == engine(replace(pair, target=dense), enforce_eager=True).run(requests(2, vocab_size=5))
 
 
+def test_no_draft_becomes_float8(tmp_path: Path, caplog) -> None:
+    pair = make_pair(tmp_path, seed=11, block_size=16, num_kv_heads=4, **LUCKY)
+    with NoFloat8():
+        draft = engine(pair, enforce_eager=True, draft_quantization="fp8").runner.forward.drafter.model
+    assert isinstance(draft.layers[0].down, Tensor) and "--draft-quantization fp8: left out" in caplog.text
+
+
 def test_experts_in_int8_are_those_of_the_quantised_numbers(backend: NpuBackend) -> None:
     """Rows are a hundredfold apart, so that a scale of another row or expert would show."""
     moe = MoeConfig(num_experts=6, num_experts_per_tok=2, intermediate_size=32, norm_topk_prob=True)
     x, router = (normal(7, 64) * magnitudes(7)).bfloat16(), normal(6, 64, seed=2).float()
     shapes = {"gate_up": (64, 64), "down": (64, 32)}
     parts = {
-        name: [QuantisedWeight.int8((normal(*shape, seed=e) * magnitudes(64) ** 0.25).bfloat16()) for e in range(6)]
+        name: [
+            QuantisedWeight.rounded((normal(*shape, seed=e) * magnitudes(64) ** 0.25).bfloat16(), torch.int8)
+            for e in range(6)
+        ]
         for name, shape in shapes.items()
     }
     put: dict[str, Any] = {"router": router.to("npu:0")}

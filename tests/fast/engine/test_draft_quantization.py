@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from app.config.engine import EngineConfig
@@ -92,13 +93,20 @@ def test_its_memory_is_told_before_it_is_loaded_and_after(tmp_path: Path, caplog
     assert engine.core.runner.backend.quantised_bytes == rounded + head
 
 
-def test_a_device_that_does_not_multiply_by_int8_says_so(tmp_path: Path, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(CpuBackend, "multiplies", lambda self, weight: False)
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_draft_stays_as_it_is_where_the_device_does_not_multiply_by_8_bits_and_the_log_says_so(
+    tmp_path: Path, caplog, monkeypatch, kind: str
+) -> None:
+    """A CPU never multiplies by fp8, and by int8 only with its compiled products."""
+    if kind == "int8":
+        monkeypatch.setattr(CpuBackend, "multiplies", lambda self, weight: False)
     pair = DIALECTS["use_swa"].make(tmp_path)
     with caplog.at_level("WARNING"):
-        engine = engine_of(pair)
-    assert "this device does not multiply by int8; leave it out" in caplog.text
-    assert draft_of(engine).lm_head is engine.core.runner.forward.target.lm_head
+        engine = engine_of(pair, draft_quantization=kind)
+    assert f"--draft-quantization {kind}: left out, because cpu does not multiply by it" in caplog.text
+    draft, plain = draft_of(engine), draft_of(engine_of(pair, draft_quantization="none"))
+    assert draft.lm_head is engine.core.runner.forward.target.lm_head
+    assert torch.equal(draft.layers[0].down, plain.layers[0].down)
 
 
 @pytest.mark.parametrize(

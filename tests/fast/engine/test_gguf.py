@@ -288,7 +288,7 @@ def test_memory_is_refused_by_the_widened_weights_before_any_is_read(
     folder = to_gguf(pair.target, tmp_path / "gguf", as_type("Q4_0"))
     header = read_header(folder / GGUF_FILE)
     count = sum(math.prod(tensor.shape) for name, tensor in header.tensors.items() if name != "rope_freqs.weight")
-    assert opened(folder, getattr(torch, dtype)).num_bytes(lambda weight: False, to_int8=False) == itemsize * count
+    assert opened(folder, getattr(torch, dtype)).num_bytes(lambda weight: False, to=None) == itemsize * count
     monkeypatch.setattr("app.engine.cpu.backend.CpuBackend.memory", lambda self: (itemsize * count - 1, 1 << 40))
     monkeypatch.setattr(CheckpointWeights, "get", lambda *args, **how: pytest.fail("weights are read"))
     told = f"too few: .*; of a GGUF file they take {itemsize} bytes a weight, whatever its types"

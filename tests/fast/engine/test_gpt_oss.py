@@ -205,7 +205,7 @@ def test_the_memory_that_is_checked_is_that_of_packed_experts(tmp_path: Path) ->
     tensors = load_file(folder / "model.safetensors")
     kept = sum(tensor.numel() for name, tensor in tensors.items() if name.endswith(("_blocks", "_scales")))
     assert (backend.quantised_bytes, backend.widened_bytes) == (kept, 0)
-    assert weights.num_bytes(backend.multiplies, to_int8=False) == bytes_of(target)
+    assert weights.num_bytes(backend.multiplies, to=None) == bytes_of(target)
 
 
 class Named:
@@ -251,7 +251,7 @@ def test_the_page_says_what_the_published_models_take(tmp_path: Path, name: str,
         named.stored |= {name.replace("layers.0.", f"layers.{i}."): stored for name, stored in names.items()}
     named.write(tmp_path, shards=15)
     weights = CheckpointWeights(Checkpoint(tmp_path), CPU, torch.bfloat16)
-    packed, wide = (weights.num_bytes(keeps, to_int8=False) for keeps in (backend.multiplies, lambda weight: False))
+    packed, wide = (weights.num_bytes(keeps, to=None) for keeps in (backend.multiplies, lambda weight: False))
     plain = sum(math.prod(shape) * 2 for shape, dtype in named.stored.values() if dtype == torch.bfloat16)
     assert packed == plain + layers * backend.quantised_bytes
     page = " ".join((ROOT / "docs" / "cuda.md").read_text().split())

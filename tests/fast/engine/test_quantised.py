@@ -564,7 +564,7 @@ def test_so_it_is_of_a_device_that_multiplies_by_all_formats(tmp_path: Path, sha
     weights, backend = CheckpointWeights(Checkpoint(folder), CPU, torch.float32, kept=("I8", "F8_E4M3")), KeepsAll(CPU)
     target = target_class((config := target_config(read_config(folder))).model_type)(config, weights, backend)
     assert backend.quantised_bytes > 0 == backend.widened_bytes
-    assert weights.num_bytes(backend.multiplies, to_int8=False) == bytes_of(target)
+    assert weights.num_bytes(backend.multiplies, to=None) == bytes_of(target)
 
 
 def test_a_draft_is_counted_as_numbers(tmp_path: Path) -> None:
@@ -573,4 +573,4 @@ def test_a_draft_is_counted_as_numbers(tmp_path: Path) -> None:
     stored = load_file(quantised / "model.safetensors")
     weights = CheckpointWeights(Checkpoint(quantised), torch.device("cpu"), torch.float32)
     numbers = sum(tensor.numel() for name, tensor in stored.items() if not name.endswith("scale"))
-    assert weights.num_bytes(lambda weight: False, to_int8=False) == 4 * numbers
+    assert weights.num_bytes(lambda weight: False, to=None) == 4 * numbers

@@ -99,7 +99,7 @@ class Stored:
             whole = torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if len(shape) > 1 else 1.0)
         return part.of(whole) if part else whole
 
-    def num_bytes(self, multiplies: object, *, to_int8: bool) -> int:
+    def num_bytes(self, multiplies: object, *, to: torch.dtype | None) -> int:
         return 0
 
     def get_linear(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
