@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from app.engine.checkpoint.shapes import GatedDeltaConfig
+from app.engine.device import gated_delta
 from app.engine.device.gated_delta import commit_and_verify, commit_prompts, delta_rule, l2norm, last_rows, short_conv
-from tests.fast.engine.delta_layers import Layer
+from tests.fast.engine.delta_layers import CLOSE, SMALL, Layer
 from tests.fast.engine.delta_suite import DeltaSuite, PromptSuite
 
 torch.set_num_threads(1)
@@ -132,3 +133,21 @@ class TestCommitPrompts(PromptSuite):
 class TestPromptsWithCountsOnTheHost(TestCommitPrompts):
     def layer(self, *shape: GatedDeltaConfig, **sizes: Any) -> Layer:
         return super().layer(*shape, can_wait=True, **sizes)
+
+
+def test_the_other_layers_of_a_forward_take_the_places_that_the_first_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer has counted its own slots on by then, and a later forward asks again."""
+    asked, find = list[int](), gated_delta._places
+    monkeypatch.setattr(gated_delta, "_places", lambda step: asked.append(1) or find(step))
+    shared: dict[str, Any] = {}
+    layers = [Layer(SMALL, lambda step: commit_and_verify(step._replace(shared=shared))) for _ in range(3)]
+    for starts, num_asked in (([42, 41, 0], 1), ([43, 42, 2], 2)):
+        shared.clear()
+        for layer in layers:
+            if starts[-1] == 0:
+                layer.memory.num_tokens.fill_(40)
+            rows, counts = layer.rows(6), [3, 2, 1]
+            wanted, slots = layer.wanted(rows, [3, 1, 5], starts, counts)
+            torch.testing.assert_close(layer.found(rows, [3, 1, 5], starts, counts), wanted, **CLOSE)
+            torch.testing.assert_close(layer.state["matrix"], slots["matrix"], **CLOSE)
+        assert len(asked) == num_asked
