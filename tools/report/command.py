@@ -17,7 +17,9 @@ from typing import Any
 from app.check import probes
 from app.config.error import ConfigError
 from app.config.parser import Parser
+from app.engine.checkpoint.files import Role, find_folder
 from app.engine.cuda import host_probes
+from app.engine.errors import UnsupportedError
 from tools.report import runner
 from tools.report.part import MODELS, REAL_PAIR, Options
 from tools.report.sections import SECTIONS
@@ -43,6 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         options, folder = parse(arguments)
         if options.kind == "cuda":
             check_gpu(options)
+            find_pair(options.real_pair)
         return runner.report(options.device, folder, sections(options), **about(options))
     except OSError as error:
         hint = "give a folder that this user may write to, on a disk with room"
@@ -124,6 +127,16 @@ def check_pair(folders: Sequence[str]) -> None:
         if not (Path(folder) / "config.json").is_file():
             hint = "give the folders of a target and of its draft, with config.json, weights and tokenizer"
             raise ConfigError(f"--real-pair: {folder} has no config.json", hint)
+
+
+def find_pair(names: Sequence[str]) -> None:
+    """Raise ConfigError unless a target and a draft, if they are given, can be read."""
+    roles: tuple[Role, ...] = ("target", "draft")
+    for name, role in zip(names, roles, strict=False):
+        try:
+            find_folder(name, role, has_tokenizer=False)
+        except UnsupportedError as error:
+            raise ConfigError(f"--real-pair: {error}") from None
 
 
 def flag(name: str) -> str:

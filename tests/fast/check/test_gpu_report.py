@@ -253,7 +253,18 @@ def test_without_a_gpu_it_says_so_in_a_line_and_fails() -> None:
     assert done.stderr.startswith("error: gpu-report needs a CUDA GPU") and done.stderr.count("\n") == 2
 
 
-def test_the_options_reach_the_process_of_a_section(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_pair_that_is_not_there_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "check_gpu", lambda options: None)
+    out, missing = tmp_path / "out", str(tmp_path / "missing.gguf")
+    for target, draft, role in ((missing, "smollm2", "target"), (str(tmp_path), missing, "draft")):
+        assert command.main(["--device", "cuda", "--out", str(out), "--real-pair", target, draft]) == 2
+        assert capsys.readouterr().err.startswith(f"error: --real-pair: {role} {missing}: ")
+    assert not out.exists()
+
+
+def test_the_options_reach_the_process_of_a_section(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[tuple[str, Path, list[str]]] = []
 
     def noted(device: str, folder: Path, sections: dict[str, Program], **about: Any) -> int:
@@ -263,9 +274,10 @@ def test_the_options_reach_the_process_of_a_section(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(runner, "report", noted)
     monkeypatch.setattr(command, "check_gpu", lambda options: None)
     flags = ["--concurrency", "1", "8", "--prompt", "9", "--answer", "7", "--rounds", "2", "--model", "qwen3-4b"]
-    assert command.main(["--device", "cuda", *flags, "--real-pair", "a.gguf", "smollm2"]) == 0
+    pair = [str(tmp_path), "smollm2"]
+    assert command.main(["--device", "cuda", *flags, "--real-pair", *pair]) == 0
     assert asked[0][:2] == ("cuda", Path("gpu-report"))
-    wishes = {"device": "cuda", "models": ["qwen3-4b", "real pair"], "real_pair": ["a.gguf", "smollm2"]}
+    wishes = {"device": "cuda", "models": ["qwen3-4b", "real pair"], "real_pair": pair}
     wishes |= {
         "concurrency": [1, 8],
         "prompt": 9,
