@@ -128,7 +128,7 @@ def mix(
     if (next_slot == 0) | (count == 0):
         return
     start = tl.load(start_ptr + seq).to(tl.int32)
-    is_new = (start == 0) | (slot == 0)
+    is_new = start == 0
     first = tl.load(first_ptr + seq * first_stride).to(tl.int64)
     accepted = tl.minimum(tl.maximum(start - tl.load(num_tokens_ptr + slot), 0), BLOCK)
     accepted = tl.where(is_new, 0, accepted)  # the slot's previous owner does not count
@@ -239,7 +239,7 @@ def recur(
     if count == 0:
         return
     start = tl.load(start_ptr + seq).to(tl.int32)
-    is_new = (start == 0) | (slot == 0)
+    is_new = start == 0
     accepted = tl.load(accepted_ptr + seq)
     if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
         tl.store(num_tokens_ptr + next_slot, start)

@@ -90,7 +90,7 @@ def prompt_at(prompt, slot_ptr, start_ptr, split_ptr, first_ptr, num_tokens_ptr,
     """Return a prompt's slot, whether it begins with zeros, its first row in the step, the accepted rows before that,
     and how many rows there are up to a split (0 without one) and in all, both with the accepted ones."""
     slot, start = tl.load(slot_ptr + prompt).to(tl.int64), tl.load(start_ptr + prompt)
-    is_new = (start == 0) | (slot == 0)
+    is_new = start == 0
     accepted = tl.minimum(tl.maximum(start - tl.load(num_tokens_ptr + slot), 0), BLOCK)
     accepted = tl.where(is_new, 0, accepted)  # the slot's previous owner does not count
     first, split = tl.load(first_ptr + prompt), tl.load(split_ptr + prompt)

@@ -122,3 +122,7 @@ def test_more_taken_than_a_block_is_no_more_than_a_block() -> None:
     wanted, slots = layer.wanted(rows, [2], [99], [1])
     torch.testing.assert_close(layer.found(rows, [2], [99], [1]), wanted, **CLOSE)
     assert_slots(layer.state, slots)
+    wanted, slots = layer.wanted_of_prompts(rows, [(2, 1, 0, 99 + 9)], [[1]])
+    found = layer.found_of_prompts(gated_delta_prompts.commit_prompts, rows, [(2, 1, 0, 99 + 9)], [[1]])
+    torch.testing.assert_close(found, wanted, **CLOSE)
+    assert_slots(layer.state, slots)
