@@ -167,45 +167,47 @@ def advance(
 
 
 class Places(NamedTuple):
-    """Where a step's rows are and which of them count: the same in all layers, for b pending and W new rows."""
+    """Where a step's rows are and which of them count in each of L layers, for b pending and W new rows."""
 
     is_new: Tensor | None  # [S], or None if no sequence is
-    accepted: Tensor  # [S]
+    accepted: Tensor  # [L, S]
     block: int  # b
-    is_none: Tensor  # [S, b + W]
-    ordered: tuple[Tensor, Tensor]  # sequences [S, 1], and rows [S, K - 1 + b + K - 1 + W] of conv, pending, new, zero
+    is_none: Tensor  # [L, S, b + W]
+    ordered: Tensor  # [L, S, K - 1 + b + K - 1 + W], rows of conv, pending, new, zero
     outputs: tuple[Tensor, Tensor]  # sequences and columns of the step's rows, each [R]
 
 
-def _of_all_layers(step: GatedDeltaStep) -> Places:
+def _of_layer(step: GatedDeltaStep) -> tuple[Places, int]:
+    """Return places, and which of their layers this one is. A layer that failed in a step has not committed what those
+    before it have, so each has its own number of accepted rows."""
     if step.shared is None:
-        return _places(step)
+        return _places(step, step.memory.num_tokens[None]), 0
     if "places" not in step.shared:
-        step.shared["places"] = _places(step)
+        assert step.memory.of_layers is not None, "a pool has the numbers of all layers"
+        step.shared["places"] = _places(step, step.memory.of_layers)
     places: Places = step.shared["places"]
-    return places
+    return places, step.memory.index
 
 
-def _places(step: GatedDeltaStep) -> Places:
+def _places(step: GatedDeltaStep, num_tokens: Tensor) -> Places:
     memory, device = step.memory, step.inputs.device
     block, width, before = memory.pending.shape[1], step.rows.shape[1], memory.conv.shape[1]
     is_new = (step.starts == 0) | (step.slots == 0)  # the slot's previous sequence does not count
-    accepted = (step.starts - memory.num_tokens[step.slots]).clamp(0, block).masked_fill(is_new, 0)
+    accepted = (step.starts - num_tokens[:, step.slots]).clamp(0, block).masked_fill(is_new, 0)
     if step.can_wait:
         # A plain step has one pending row, so the width of a block would take most of the time.
         block = int(accepted.max())
     rows, columns, parts = _columns(before, block, width, device)
-    old = (~is_new).to(torch.int32)
-    counts = torch.stack((old, accepted, old, step.counts), dim=1)
-    is_none = columns >= counts.index_select(1, parts)
-    rows = (rows + accepted[:, None] * (parts == 2)).masked_fill(is_none, before + block + width)
-    sequences = _numbers(len(accepted), device)
+    old = (~is_new).to(torch.int32).expand_as(accepted)
+    counts = torch.stack((old, accepted, old, step.counts.expand_as(accepted)), dim=2)
+    is_none = columns >= counts.index_select(2, parts)
+    rows = (rows + accepted[..., None] * (parts == 2)).masked_fill(is_none, before + block + width)
     return Places(
         None if step.can_wait and not is_new.any() else is_new,
         accepted,
         block,
-        torch.cat((is_none[:, before : before + block], is_none[:, -width:]), dim=1),
-        (sequences[:, None], rows),
+        torch.cat((is_none[..., before : before + block], is_none[..., -width:]), dim=2),
+        rows,
         (step.places // width, step.places % width),
     )
 
@@ -213,15 +215,15 @@ def _places(step: GatedDeltaStep) -> Places:
 def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] = l2norm) -> Tensor:
     """Return `Backend.commit_and_verify`, with `normed` as the l2norm. All is computed before the first write.
 
-    The first layer of a forward finds the places of its rows for all, as each layer has the same.
+    The first layer of a forward finds the places of its rows for all.
     """
     weights, memory = step.weights, step.memory
     num_heads, k_dim, v_dim = memory.matrix.shape[1:]
     num_before, channels, width = memory.conv.shape[1], memory.conv.shape[2], step.rows.shape[1]
     keys = (channels - num_heads * v_dim) // 2
     k_heads = keys // k_dim
-    places = _of_all_layers(step)
-    block, device = places.block, step.inputs.device
+    places, layer = _of_layer(step)
+    accepted, block, device = places.accepted[layer], places.block, step.inputs.device
     rows_between, never = _fixed(block, width, device)
 
     pending, new = memory.pending[step.slots, :block], whole_inputs(step)[step.rows]
@@ -230,12 +232,13 @@ def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] =
         state = state.masked_fill(places.is_new[:, None, None, None], 0.0)
     # A row that does not count is one of zeros, and has no beta and no decay.
     zero = _zero(channels, before.dtype, device).expand(len(before), 1, -1)
-    whole = torch.cat((before, pending[..., :channels], new[..., :channels], zero), dim=1)[places.ordered]
+    whole = torch.cat((before, pending[..., :channels], new[..., :channels], zero), dim=1)
+    whole = whole[_numbers(len(state), device)[:, None], places.ordered[layer]]
     last_inputs = whole[:, num_before + block : -width]
     mixed = short_conv(whole[:, :num_before], whole[:, num_before:], weights.conv)
     mixed = torch.cat((mixed[:, :block], mixed[:, -width:]), dim=1)
     gates = torch.cat((pending[..., channels:], new[..., channels:]), dim=1).float()
-    gates = gates.masked_fill(places.is_none[..., None], _NEVER).mT
+    gates = gates.masked_fill(places.is_none[layer, ..., None], _NEVER).mT
     b, a = gates.unflatten(1, (2, num_heads)).unbind(1)
     beta = b.sigmoid()[..., None]
     slowing = F.softplus(a + weights.dt_bias[:, None]) * weights.a_log.exp()[:, None]
@@ -259,7 +262,7 @@ def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] =
     of_q, seen = (x.flatten(0, 1)[:, -width:] for x in (of_state[:, :, 0], seen))
     o = torch.baddbmm(of_q, seen, d.flatten(0, 1), beta=scale, alpha=scale)
 
-    to_end = between[_numbers(len(state), device), :, places.accepted][..., None]
+    to_end = between[_numbers(len(state), device), :, accepted][..., None]
     committed = (qk[:, :, -d.shape[2] :] * to_end[:, :, 1:]).mT @ d
     committed = torch.addcmul(committed, state, to_end[:, :, :1])
     sequences, columns = places.outputs

@@ -25,6 +25,8 @@ class LayerState:
     conv: Tensor  # [slots, K - 1, C]
     pending: Tensor  # [slots, b, C + 2 Nv]: the layer's inputs at the rows that the last step has verified
     num_tokens: Tensor  # [slots] int32
+    of_layers: Tensor | None = None  # [L, slots] int32: `num_tokens` of all layers of a pool, of which this is `index`
+    index: int = 0
 
     def at(self, slots: Tensor, starts: Tensor) -> tuple[State, Tensor, Tensor]:
         """Return (state, pending rows [S, b, C + 2 Nv], how many of them [S] count) of sequences about to run from

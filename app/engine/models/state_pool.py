@@ -32,8 +32,9 @@ class StatePool:
         conv = zeros((*slots, config.conv_kernel - 1, config.channels), dtype=dtype)
         pending = zeros((*slots, block_size, config.input_width), dtype=dtype)
         num_tokens = zeros(slots, dtype=torch.int32)
-        layers = zip(matrix, conv, pending, num_tokens, strict=True)
-        self.layers = {i: LayerState(*tensors) for i, tensors in zip(config.layers, layers, strict=True)}
+        layers = enumerate(zip(matrix, conv, pending, num_tokens, strict=True))
+        states = (LayerState(*tensors, num_tokens, index) for index, tensors in layers)
+        self.layers = dict(zip(config.layers, states, strict=True))
         self.num_slots = num_slots
         self.num_checkpoints = num_checkpoints
         # Bytes of a sequence in all layers: its state, and its pending rows.

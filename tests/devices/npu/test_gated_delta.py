@@ -1,5 +1,7 @@
 """Decoding rows of a Gated DeltaNet layer on device "npu:0": the reference's outputs, state and slots."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch_npu
@@ -40,7 +42,8 @@ def test_a_layer_launches_operators_of_static_shapes_and_the_host_waits_for_none
         layer, traces = Layer(SMALL, commit_and_verify, torch.bfloat16, device=NPU, block=16), list[Trace]()
 
         def run(step: GatedDeltaStep, traces: list[Trace] = traces) -> Tensor:
-            step = step._replace(shared={})
+            memory = replace(step.memory, of_layers=step.memory.num_tokens[None])
+            step = step._replace(memory=memory, shared={})
             for _ in ("the first layer", "another"):
                 with traced() as trace:
                     o = commit_and_verify(step)

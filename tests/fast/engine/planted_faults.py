@@ -11,6 +11,7 @@ from app.engine.core import EngineCore
 from app.engine.load.engine import Engine
 from app.engine.sampling.penalties import TokenCounts
 from app.engine.sequence import Sequence
+from app.engine.step.forward import Forward
 from app.engine.step.inputs import Layout
 from app.messages import Request, TokenDelta
 from tests.fast.engine.device_lengths import device_lengths
@@ -120,12 +121,12 @@ def in_build(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
     patch.setattr(Layout, "build", spoilt)
 
 
-def during(method: str, *, behind: bool = False) -> Plant:
-    """In a method of the stages, before or after its work, whenever "bad" has rows in the step."""
+def during(method: str, *, behind: bool = False, of: Callable[[Forward], Any] = lambda forward: forward) -> Plant:
+    """In a method of the stages, or of a part, before or after its work, whenever "bad" has rows in the step."""
 
     def plant(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
-        runner, now = core.runner, set[str]()
-        launch, real = core.launch, getattr(runner.forward, method)
+        stage, now = of(core.runner.forward), set[str]()
+        launch, real = core.launch, getattr(stage, method)
 
         def launched(batch: Any) -> Any:
             now.clear()
@@ -141,7 +142,7 @@ def during(method: str, *, behind: bool = False) -> Plant:
             return found
 
         patch.setattr(core, "launch", launched)
-        patch.setattr(runner.forward, method, spoilt)
+        patch.setattr(stage, method, spoilt)
 
     return plant
 

@@ -259,13 +259,20 @@ def said(reference: HybridReference, asked: list[Request]) -> dict[str, list[int
     return {r.request_id: greedy(reference, list(r.token_ids), r.max_tokens) for r in asked}
 
 
+HYBRID_PHASES = PHASES | {"behind a layer": during("forward", behind=True, of=lambda forward: forward.target.layers[0])}
+
+
 @pytest.mark.parametrize(
-    "phase", fast_ones(["build", "target", "behind target", "behind verify", "read"], ("behind target", "read"))
+    "phase",
+    fast_ones(
+        ["build", "target", "behind a layer", "behind target", "behind verify", "read"],
+        ("behind a layer", "behind target", "read"),
+    ),
 )
 def test_a_batch_that_fails_is_run_in_halves_and_no_row_is_committed_twice(pair, reference, phase, monkeypatch):
     good, engine = requests(3), faulty(pair)
     run = Run(engine, good).until(4)
-    PHASES[phase](monkeypatch, engine.core)
+    HYBRID_PHASES[phase](monkeypatch, engine.core)
     run.texts["bad"] = []
     engine.core.add(flat_request("bad", (9, 8, 7), 9))
     run.step()
