@@ -12,6 +12,7 @@ from torch import Tensor
 
 from app.engine.cuda import eight_bits, rows
 from app.engine.cuda.backend import CudaBackend, InvariantCudaBackend
+from app.engine.device.torch import TorchBackend
 from app.engine.quantised import QuantisedRows, QuantisedWeight, Rows, Weight, plain
 from tests.devices.cuda.engines import DENSE, GRAPHS, engine, requests, use_kernels
 from tests.fast.engine.flat_request import flat_request
@@ -129,6 +130,8 @@ def test_heads_of_whole_groups_are_quantised_with_their_gates(backend: CudaBacke
         z, norm = normal(count, 2 * heads * dim)[:, : heads * dim], normal(dim, dtype=torch.float32)
         o = normal(count, heads, dim, dtype=torch.float32)
         wanted = backend.gated_norm(o, z, norm, EPS, weight)
+        composed = TorchBackend(torch.device("cpu")).gated_norm(o, z, norm, EPS, weight)
+        torch.testing.assert_close(wanted, composed, rtol=2**-7, atol=1e-6)
         found = backend.gated_norm(o, z, norm, EPS, QuantisedWeight(torch.ones(1).to(kind), weight, BF16))
         assert isinstance(wanted, Tensor) and isinstance(found, QuantisedRows) == (dim >= 128)
         if isinstance(found, QuantisedRows):
