@@ -48,7 +48,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         torch.cuda, "Stream", lambda device, priority=0: f"stream {next(numbers[priority])} of priority {priority}"
     )
     monkeypatch.setattr(torch.cuda, "set_device", index_of)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    )
     return said
 
 
