@@ -19,7 +19,6 @@ from app.engine.npu.rules import (
     MASK_SIZE,
     MAX_AXIS,
     MAX_BLOCK_ROWS,
-    MAX_SWIGLU_QUANT,
     MAX_TOP_K,
     MIN_EXPERTS,
     NZ,
@@ -379,16 +378,6 @@ def _norm_quant(hold: _Holder, call: Mapping[str, Any]) -> None:
     _rms_norm(hold, call)
 
 
-def _swiglu_quant(hold: _Holder, call: Mapping[str, Any]) -> None:
-    x, others = call["x"], sorted(set(call) - {"x", "activate_left", "quant_mode"})
-    fits = x.dim() == 2 and x.dtype == torch.bfloat16 and x.is_contiguous() and x.numel() > 0
-    hold("N45", fits and not others, f"x {_kind(x)} with {others}, not some contiguous rows of bfloat16 alone")
-    width = x.shape[-1]
-    hold("N45", width % 2 == 0 and width <= MAX_SWIGLU_QUANT, f"{width} columns, not even and up to {MAX_SWIGLU_QUANT}")
-    modes = (call.get("activate_left", False), call.get("quant_mode", 0))
-    hold("N45", modes == (True, 1), f"activate_left, quant_mode are {modes}")
-
-
 def _format_cast(hold: _Holder, call: Mapping[str, Any]) -> None:
     x, given = call["input"], (call.get("acl_format"), call.get("customize_dtype"), call.get("input_dtype"))
     fits = x.dtype == torch.int8 and x.dim() in (2, 3) and x.is_contiguous() and given == (NZ, None, None)
@@ -441,7 +430,6 @@ _CALL_RULES: dict[str, Callable[[_Holder, Mapping[str, Any]], None]] = {
     "npu_clipped_swiglu": _clipped_swiglu,
     "npu_dynamic_quant": _dynamic_quant,
     "npu_add_rms_norm_dynamic_quant": _norm_quant,
-    "npu_swiglu_quant": _swiglu_quant,
     "npu_format_cast": _format_cast,
     "npu_quant_matmul": _quant_matmul,
 }

@@ -234,7 +234,7 @@ class NpuBackend(Backend):
         )
 
     def gated_mlp(self, x: Rows, gate_up: Weight, down: Weight) -> Tensor:
-        return self.linear(_swiglu(self.linear(x, gate_up), down), down)
+        return self.linear(torch_npu.npu_swiglu(self.linear(x, gate_up)), down)
 
     def empty_experts(self, like: Tensor, num_experts: int, out_features: int, in_features: int) -> Tensor:
         """Return memory of [E, in, out], seen as [E, out, in], because `npu_grouped_matmul` reads that order (N35)."""
@@ -263,7 +263,7 @@ class NpuBackend(Backend):
         rows = QuantisedRows(rows, scales) if in_int8 else rows
         gate_up = _grouped(rows, weights.gate_up, weights.gate_up_bias, counts)
         if config.swiglu_limit is None:
-            hidden = _swiglu(gate_up, weights.down)
+            hidden = torch_npu.npu_swiglu(gate_up)
         else:
             hidden = torch_npu.npu_clipped_swiglu(
                 gate_up, alpha=SWIGLU_ALPHA, limit=config.swiglu_limit, bias=1.0, interleaved=False
@@ -317,14 +317,6 @@ class NpuBackend(Backend):
 
     def peak_memory(self, run: Callable[[], object]) -> int:
         return accelerator.peak_memory(run, torch_npu.npu)
-
-
-def _swiglu(gate_up: Tensor, reader: ExpertWeight) -> Rows:
-    """Return the SwiGLU [T, I] of [T, 2I], by one operator in int8 if `reader` multiplies so and it is narrow enough
-    (N45)."""
-    if isinstance(reader, QuantisedWeight) and gate_up.shape[1] <= rules.MAX_SWIGLU_QUANT:
-        return QuantisedRows(*torch_npu.npu_swiglu_quant(gate_up, activate_left=True, quant_mode=1))
-    return torch_npu.npu_swiglu(gate_up)
 
 
 def _grouped(x: Rows, weight: ExpertWeight, bias: Tensor | None, counts: Tensor) -> Tensor:

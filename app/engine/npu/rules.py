@@ -11,8 +11,6 @@ MAX_AXIS = 65535
 NZ = 29
 """Number of CANN's format FRACTAL_NZ, in tiles of 16 x 32 numbers of int8."""
 NZ_TILE = 32
-MAX_SWIGLU_QUANT = 8192
-"""Columns of gate and up that one operator activates and quantises."""
 HEAD_DIMS = (64, 128, 256)
 ROTARY_PAIR_DIMS = (64, 128)
 """Head sizes whose q and k one call rotates."""

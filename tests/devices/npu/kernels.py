@@ -337,15 +337,6 @@ def add_rms_norm_dynamic_quant(
     return rows, torch.empty((), dtype=torch.int8), total, scales, torch.empty(())
 
 
-def swiglu_quant(
-    x: Tensor, *, activate_left: bool = False, quant_mode: int = 0, group_list_type: int = 0, **others: Any
-) -> tuple[Tensor, Tensor]:
-    """dynamic_quant of the SwiGLU, which is not rounded in between."""
-    if any(it is not None for it in others.values()) or (activate_left, quant_mode, group_list_type) != (True, 1, 0):
-        raise NotImplementedError(f"no CPU reference for {activate_left=}, {quant_mode=}, {others}")
-    return dynamic_quant(swiglu(x.float()))
-
-
 def format_cast(input: Tensor, acl_format: int, **others: Any) -> Tensor:
     """The same numbers. What order of bytes a format has is not modelled, but a tensor keeps its format."""
     return input.clone()
@@ -389,7 +380,6 @@ KERNELS = {
     "npu_moe_token_unpermute": moe_token_unpermute,
     "npu_dynamic_quant": dynamic_quant,
     "npu_add_rms_norm_dynamic_quant": add_rms_norm_dynamic_quant,
-    "npu_swiglu_quant": swiglu_quant,
     "npu_format_cast": format_cast,
     "npu_quant_matmul": quant_matmul,
 }

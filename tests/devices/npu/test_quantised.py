@@ -62,19 +62,6 @@ def test_a_product_is_that_of_the_quantised_numbers(backend, rows, parts, has_bi
     assert (error <= bound).all() and error.max() > 0
 
 
-@pytest.mark.parametrize("inner", [4096, 4097])
-def test_rows_between_both_products_of_an_mlp_stay_in_int8_while_one_operator_takes_them(backend, inner):
-    gate_up, down = (backend.pack_linear(int8(*shape)) for shape in ((2 * inner, 64), (64, inner)))
-    x = torch.tensor([0.125, 0.5, -0.25])[:, None].expand(3, 64).bfloat16().to("npu:0")
-    with traced() as trace:
-        found = backend.gated_mlp(x, gate_up, down)
-    fused = inner == 4096
-    assert (trace.launches["aclnnSwiGluQuantV2"], trace.launches["aclnnDynamicQuantV2"]) == (fused, 2 - fused)
-    total = x.cpu().double().sum(1, keepdim=True) * 0.5
-    wanted = (torch.nn.functional.silu(total) * total * 0.5 * inner).expand(-1, 64)
-    torch.testing.assert_close(found.cpu().double(), wanted, rtol=0.02, atol=0.0)
-
-
 @pytest.mark.parametrize("shape", [(64, 96), (2, 64, 96)], ids=["one weight", "experts"])
 def test_an_int8_weight_of_whole_tiles_is_in_nz(backend: NpuBackend, shape: tuple[int, ...]) -> None:
     data = torch.ones(shape, dtype=torch.int8, device="npu:0")
@@ -259,8 +246,8 @@ def test_experts_in_int8_are_those_of_the_quantised_numbers(backend: NpuBackend)
     with traced() as trace:
         found = backend.moe(rows, ExpertWeights(**put), moe)
     assert trace.waits == []
-    wanted_launches = {"aclnnMoeInitRoutingV3": 1, "aclnnSwiGluQuantV2": 1, "aclnnGroupedMatmulWeightNz": 2}
-    assert wanted_launches.items() <= trace.launches.items() and "aclnnDynamicQuantV2" not in trace.launches
+    wanted_launches = {"aclnnMoeInitRoutingV3": 1, "aclnnDynamicQuantV2": 1, "aclnnGroupedMatmulWeightNz": 2}
+    assert wanted_launches.items() <= trace.launches.items()
     dense = {name: torch.stack([weight.dequantised().float() for weight in weights]) for name, weights in parts.items()}
     wanted = mixture(x.float(), ExpertWeights(router, **dense), moe)
     errors = (found.cpu().float() - wanted).norm(dim=1) / wanted.norm(dim=1)

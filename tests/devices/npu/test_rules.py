@@ -123,10 +123,6 @@ def norm_quantising() -> dict[str, Any]:
     return add_norm() | {"output_mask": [True, False]}
 
 
-def swiglu_quantising() -> dict[str, Any]:
-    return {"x": new(3, 64), "activate_left": True, "quant_mode": 1}
-
-
 def casting() -> dict[str, Any]:
     return {"input": new(64, 96, dtype=torch.int8), "acl_format": 29}
 
@@ -166,7 +162,6 @@ OPERATORS: dict[Callable[[], dict[str, Any]], str] = {
     clipped: "npu_clipped_swiglu",
     quantising: "npu_dynamic_quant",
     norm_quantising: "npu_add_rms_norm_dynamic_quant",
-    swiglu_quantising: "npu_swiglu_quant",
     casting: "npu_format_cast",
     quantised: "npu_quant_matmul",
     quantised_in_nz: "npu_quant_matmul",
@@ -292,11 +287,6 @@ WRONG: list[tuple[str, Callable[[], dict[str, Any]], str, Change]] = [
     ("N43", norm_quantising, "rows in float16", lambda call: call.update(x1=new(3, 64).half())),
     ("N43", norm_quantising, "a smoothed result", with_(smooth_scale1=new(64))),
     ("N43", norm_quantising, "outputs as its default chooses", lambda call: call.pop("output_mask")),
-    ("N45", swiglu_quantising, "up as the gate", lambda call: call.pop("activate_left")),
-    ("N45", swiglu_quantising, "one scale for all rows", with_(quant_mode=0)),
-    ("N45", swiglu_quantising, "too many columns", with_(x=new(3, 8194))),
-    ("N45", swiglu_quantising, "a strided input", with_(x=new(64, 4).t())),
-    ("N45", swiglu_quantising, "rows of each expert", with_(group_index=ints(1, 2).long())),
     ("N44", casting, "a weight in bfloat16", on("input", Tensor.bfloat16)),
     ("N44", casting, "a transposed view", on("input", Tensor.t)),
     ("N44", casting, "no whole tiles", with_(input=new(64, 48, dtype=torch.int8))),
