@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch_npu
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from app.engine.device.base import AttentionMask, AttentionMetadata, Graph
 from app.engine.npu.attention import AttentionPlan, Lengths
@@ -33,9 +34,25 @@ class NpuGraph(Graph):
         self, run: Callable[[], tuple[Tensor, ...]], attended: list[Attended], pool: tuple[int, int] | None
     ) -> None:
         self._graph = torch_npu.npu.NPUGraph()
-        with torch_npu.npu.graph(self._graph, pool=pool, auto_dispatch_capture=True):
-            self.outputs = run()
-        mode = self._graph.graph_dispatch_mode
+        mode, refusal = self._graph.graph_dispatch_mode, None
+        try:
+            with (
+                torch_npu.npu.stream(torch_npu.npu.current_stream()),
+                torch_npu.npu.graph(self._graph, pool=pool, auto_dispatch_capture=True),
+            ):
+                try:
+                    self.outputs = run()
+                except Exception as error:
+                    refusal = error
+                    raise
+        except Exception as error:
+            # torch_npu ends the capture first. If that fails too, it stays in its mode and on its stream, and its error
+            # hides the one of `run`.
+            if (current := _get_current_dispatch_mode()) and current is mode:
+                current.__exit__(None, None, None)
+            refusal = refusal or error
+        if refusal:
+            raise refusal
         self._records, self._updates = mode.graph_dispatch_records, mode.update_stream
         if len(self._records) != len(attended):
             calls = f"{len(attended)} attention calls are updated, and {len(self._records)} were recorded"
