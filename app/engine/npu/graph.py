@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from app.engine.device.base import AttentionMask, AttentionMetadata, Graph
+from app.engine.errors import UnsupportedError
 from app.engine.npu.attention import AttentionPlan, Lengths
 
 
@@ -61,7 +62,8 @@ class NpuGraph(Graph):
         kinds = {(id(call.meta), call.mask, call.sinks): call for call in attended}
         self._kinds, numbers = list(kinds.values()), {key: i for i, key in enumerate(kinds)}
         self._kind_of_call = [numbers[id(call.meta), call.mask, call.sinks] for call in attended]
-        self._last: Sequence[Lengths] = ()
+        self._last: Sequence[Lengths] = [kind.lengths() for kind in self._kinds]
+        """Of the update before, at first of the capture."""
 
     @property
     def pool(self) -> tuple[int, int]:
@@ -80,15 +82,19 @@ class NpuGraph(Graph):
         """Update before the launch, because a graph waits without end for a call whose update was refused (N27).
 
         After a refusal the graph runs with the last lengths, which takes the events that updates have recorded. Left
-        there, they would let the next replay begin before its updates.
+        there, they would let the next replay begin before its updates. Raises UnsupportedError if that is refused too.
         """
         lengths = [kind.lengths() for kind in self._kinds]
         self._let_updates_wait()
         try:
             self._update(lengths)
-        except RuntimeError:
-            self._update(self._last)
-            self._graph.replay()
+        except RuntimeError as refusal:
+            try:
+                self._update(self._last)
+                self._graph.replay()
+            except RuntimeError as error:
+                why = "a graph refused a prompt's lengths, and then its own"
+                raise UnsupportedError(f"{why}: give --prompts-in-graphs off ({error})") from refusal
             raise
         self._graph.replay()
 

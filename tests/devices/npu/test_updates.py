@@ -11,6 +11,7 @@ from torch import Tensor
 
 from app.engine.device.base import AttentionMask
 from app.engine.device.comparison import Attention, Inputs, Paged
+from app.engine.errors import UnsupportedError
 from app.engine.npu.backend import NpuBackend
 from app.engine.npu.graph import NpuGraph
 from tests.devices.npu.null_device import traced
@@ -30,7 +31,6 @@ class Layers:
         self.call: Attention = Paged([(4, 300), (16, 200)], 4, 2, 128, CAUSAL, 128)(at)
         self.plan([300, 200])
         self.graph: NpuGraph = backend.capture(self.run, [self.call.meta])
-        self.graph.replay()
 
     def plan(self, kv_lens: list[int]) -> None:
         backend, meta = self.call.backend, self.call.meta
@@ -88,20 +88,30 @@ def test_a_replay_has_the_lengths_of_its_plan(way: str) -> None:
         layers.check()
 
 
-def test_a_graph_whose_update_was_refused_is_right_again_in_the_next_replay() -> None:
-    """Events of the calls that were updated before must not be left: the next replay would not wait for its updates."""
-    layers = Layers()
-    layers.plan([200, 100])
-    layers.graph.replay()
-    record = layers.graph._records[1]
-    taken = record.op_cache_entry
+def refusing(graph: NpuGraph, kv_len: int, *, more: int = 0) -> None:
+    """Let the second call refuse updates with a sequence of so many tokens, and `more` updates after each of these."""
+    record = graph._records[1]
+    taken, left = record.op_cache_entry, 0
 
-    def refuse_long(*args: Any, **kwargs: Any) -> Any:
-        if 290 in list(kwargs["actual_seq_lengths_kv"]):
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        is_refused = kv_len in list(kwargs["actual_seq_lengths_kv"])
+        left = more if is_refused else left - 1
+        if is_refused or left >= 0:
             raise RuntimeError("call aclnnFusedInferAttentionScoreV3 failed, error code is 561002")
         return taken(*args, **kwargs)
 
-    record.op_cache_entry = refuse_long
+    record.op_cache_entry = refuse
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before any replay", "after one"])
+def test_a_graph_whose_update_was_refused_is_right_again_in_the_next_replay(first: bool) -> None:
+    """Events of the calls that were updated before must not be left: the next replay would not wait for its updates."""
+    layers = Layers()
+    layers.plan([200, 100])
+    if not first:
+        layers.graph.replay()
+    refusing(layers.graph, 290)
     layers.plan([290, 190])
     with traced() as trace, pytest.raises(RuntimeError, match="561002"):
         layers.graph.try_replay()
@@ -109,3 +119,13 @@ def test_a_graph_whose_update_was_refused_is_right_again_in_the_next_replay() ->
     layers.plan([250, 150])
     layers.graph.replay()
     layers.check()
+
+
+def test_a_graph_that_refuses_its_last_lengths_too_ends_the_start() -> None:
+    """Nothing may go on with events that a replay would take for its updates."""
+    layers = Layers()
+    refusing(layers.graph, 290, more=1)
+    layers.plan([290, 190])
+    with pytest.raises(UnsupportedError, match=r"--prompts-in-graphs off .*561002") as raised:
+        layers.graph.try_replay()
+    assert "561002" in str(raised.value.__cause__)
