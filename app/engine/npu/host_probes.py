@@ -52,11 +52,13 @@ OPERATORS = {
     "npu_clipped_swiglu": "x alpha limit bias interleaved",
     "npu_moe_gating_top_k_softmax_v2": "x k renorm",
     "npu_moe_init_routing_v2": "x expert_idx active_num expert_num expert_tokens_num_type expert_tokens_num_flag "
-    "active_expert_range",
+    "active_expert_range quant_mode",
     "npu_grouped_matmul": "x weight bias group_list split_item group_type group_list_type scale per_token_scale "
     "output_dtype",
     "npu_moe_token_unpermute": "permuted_tokens sorted_indices probs",
     "npu_dynamic_quant": "input",
+    "npu_add_rms_norm_dynamic_quant": "x1 x2 gamma epsilon output_mask",
+    "npu_format_cast": "input acl_format",
     "npu_quant_matmul": "x1 x2 scale pertoken_scale bias output_dtype",
 }
 """Operators that NpuBackend calls, with the arguments that it passes."""

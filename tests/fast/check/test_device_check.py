@@ -297,7 +297,7 @@ def test_the_operators_that_are_looked_for_are_those_that_the_backend_calls() ->
     shared = {  # keywords that two calls share
         node.target.id: [key.value for key in node.value.keys]
         for node in assigned
-        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict) and isinstance(node.target, ast.Name)
     }
     tuples = {
         node.targets[0].id: len(node.value.elts)
