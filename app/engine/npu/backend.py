@@ -20,7 +20,7 @@ from app.engine.device.gated_delta import L2_EPS, commit_and_verify, commit_prom
 from app.engine.device.moe import SWIGLU_ALPHA, ExpertWeights, MoeConfig, router_logits
 from app.engine.device.recurrent import GatedDeltaStep
 from app.engine.errors import GraphsRefusedError, UnsupportedError
-from app.engine.npu import nz, rules
+from app.engine.npu import int8_rows, nz, rules
 from app.engine.npu.attention import AttentionPlan
 from app.engine.npu.error_codes import TILING, codes_in, explain
 from app.engine.npu.graph import Attended, NpuGraph
@@ -58,6 +58,8 @@ class NpuBackend(Backend):
         self._writes_pages = self._can_write_pages()
         self._reads_nz: dict[int, bool] = {}
         """Axes of a weight -> what the trial of its product found, at the first such weight."""
+        self._rows_in_int8: dict[int, bool] = {}
+        """Axes of a weight -> what the trial of the operator before its product found, at the first such weight."""
         self._attended: list[Attended] | None = None
         self._graph_pool: tuple[int, int] | None = None
 
@@ -170,14 +172,12 @@ class NpuBackend(Backend):
     def norm_for(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, readers: Sequence[Weight]
     ) -> tuple[Rows, Tensor]:
-        """Return `Backend.norm_for`, by one operator with its rows in int8 if all readers multiply by int8 (N43)."""
+        """Return `Backend.norm_for`, by one operator with its rows in int8 if all readers multiply by int8 (N43), and a
+        trial of it was right."""
         are_int8 = bool(readers) and not any(isinstance(reader, Tensor) for reader in readers)
-        if residual is None or weight.dtype != x.dtype or not are_int8:
+        if residual is None or weight.dtype != x.dtype or not are_int8 or not self._rows_in_int8.get(2):
             return super().norm_for(x, residual, weight, eps, readers)
-        data, _, total, scales, _ = torch_npu.npu_add_rms_norm_dynamic_quant(
-            x, residual, weight, epsilon=eps, output_mask=[True, False]
-        )
-        return QuantisedRows(data, scales), total
+        return int8_rows.norm(x, residual, weight, eps)
 
     def rotary_tables(self, angles: Tensor, dtype: torch.dtype, scales: Tensor | float = 1.0) -> Rotation:
         """Return cos and sin as one table [2, positions, D], so that one lookup reads both."""
@@ -212,6 +212,8 @@ class NpuBackend(Backend):
         bfloat16, which the grouped product takes."""
         if (ndim := weight.data.ndim) == 3:
             weight = replace(weight, scales=weight.scales.to(weight.dtype))
+        if ndim not in self._rows_in_int8:
+            self._rows_in_int8[ndim] = int8_rows.are_right(ndim, self.device)
         if not nz.fits(weight):
             return weight
         if ndim not in self._reads_nz:
@@ -245,22 +247,12 @@ class NpuBackend(Backend):
 
         A row of NaN is given experts that exist, because others may fault the device (N33). Its sum is still NaN.
         """
-        x, num_experts = plain(x), config.num_experts
+        x = plain(x)
         weights_of_row, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(
             router_logits(x, weights).nan_to_num(), k=config.num_experts_per_tok, renorm=int(config.norm_topk_prob)
         )
-        in_int8 = isinstance(weights.gate_up, QuantisedWeight)
-        rows, origins, counts, scales = torch_npu.npu_moe_init_routing_v2(
-            x,
-            chosen,
-            active_num=chosen.numel(),
-            expert_num=num_experts,
-            expert_tokens_num_type=1,
-            expert_tokens_num_flag=True,
-            active_expert_range=[0, num_experts],
-            quant_mode=1 if in_int8 else -1,
-        )
-        rows = QuantisedRows(rows, scales) if in_int8 else rows
+        in_int8 = isinstance(weights.gate_up, QuantisedWeight) and self._rows_in_int8.get(3, False)
+        rows, origins, counts = int8_rows.sort(x, chosen, config.num_experts, in_int8=in_int8)
         gate_up = _grouped(rows, weights.gate_up, weights.gate_up_bias, counts)
         if config.swiglu_limit is None:
             hidden = torch_npu.npu_swiglu(gate_up)
@@ -347,9 +339,9 @@ def _grouped(x: Rows, weight: ExpertWeight, bias: Tensor | None, counts: Tensor)
     return out
 
 
-def _by_two_experts(rows: Tensor, weight: Weight) -> Tensor:
-    """Return rows [R, in] times weight [2, out, in]: the first row's expert is 0, and the others' is 1."""
-    return _grouped(rows, weight, None, torch.tensor([1, len(rows) - 1]).to(rows.device))
+def _by_two_experts(rows: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """Return rows [R, in] times weight [2, out, in], plus bias [2, out]: the first row's expert is 0, the others' 1."""
+    return _grouped(rows, weight, bias, torch.tensor([1, len(rows) - 1]).to(rows.device))
 
 
 def l2norm(x: Tensor) -> Tensor:

@@ -32,10 +32,10 @@ def in_nz(data: Tensor) -> Tensor:
     return turned.mT
 
 
-def is_right(multiply: Callable[[Tensor, Weight], Tensor], ndim: int, device: torch.device) -> bool:
-    """Return True if rows [T, in] times int8 are the same by a weight in NZ and in rows, or else log why not.
+def is_right(multiply: Callable[[Tensor, Weight, Tensor], Tensor], ndim: int, device: torch.device) -> bool:
+    """Return True if rows [T, in] times int8, plus a bias, are the same by a weight in NZ and in rows, or else log why.
 
-    All rows and scales are whole numbers, so that no order of roundings shows. The weight has `ndim` axes.
+    All rows, scales and biases are whole numbers, so that no order of roundings shows. The weight has `ndim` axes.
     """
     rows = (torch.arange(4 * _IN) % 255 - 127).view(4, _IN)
     rows[:, 0] = 127  # the scale of each row is 1
@@ -46,10 +46,11 @@ def is_right(multiply: Callable[[Tensor, Weight], Tensor], ndim: int, device: to
         torch.ones(*shape[:-1], 1, dtype=torch.bfloat16 if ndim == 3 else torch.float32, device=device),
         torch.bfloat16,
     )
-    x = rows.bfloat16().to(device)
+    x, bias = rows.bfloat16().to(device), (torch.arange(prod(shape[:-1])) * 4096).view(shape[:-1])
+    bias = bias.to(device, torch.float32 if ndim == 3 else torch.bfloat16)
     try:
         turned = replace(weight, data=in_nz(weight.data))
-        why = "" if torch.equal(multiply(x, turned), multiply(x, weight)) else "the results differ"
+        why = "" if torch.equal(multiply(x, turned, bias), multiply(x, weight, bias)) else "the results differ"
     except RuntimeError as error:
         why = str(error)
     if why:

@@ -1,6 +1,7 @@
 """Products with int8 weights on device "npu:0", whose rows of activations are quantised one by one."""
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,57 @@ def test_int8_weights_stay_in_rows_where_nz_is_wrong_or_refused(backend, cast, m
     assert all(torch_npu.get_npu_format(one.data) != NZ and one.data.is_contiguous() for one in packed)
     (line,) = [line for line in caplog.messages if "stay in rows" in line]
     assert ("not in libopapi.so" in line) == (cast is refused)
+
+
+def test_int8_weights_stay_in_rows_where_a_product_by_nz_forgets_its_bias(backend, monkeypatch):
+    product = torch_npu.npu_quant_matmul
+
+    def forgets(x: Tensor, weight: Tensor, scale: Tensor, *, bias: Tensor | None, **others: Any) -> Tensor:
+        bias = None if torch_npu.get_npu_format(weight) == NZ else bias
+        return product(x, weight, scale, bias=bias, **others)
+
+    monkeypatch.setattr(torch_npu, "npu_quant_matmul", forgets)
+    assert torch_npu.get_npu_format(backend.pack_linear(int8(64, 96)).data) != NZ
+
+
+def inverted(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return an operator's results with factors where products take scales."""
+    return tuple(1 / it if it.dtype == torch.float32 else it for it in results)
+
+
+@pytest.mark.parametrize("fault", ["refused", "wrong"])
+@pytest.mark.parametrize("name", ["npu_add_rms_norm_dynamic_quant", "npu_moe_init_routing_v2"])
+def test_rows_are_quantised_by_a_launch_more_where_the_operator_before_is_wrong_or_refused(
+    backend: NpuBackend, name: str, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_norm, operator = "norm" in name, getattr(torch_npu, name)
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        if not is_norm and kwargs["quant_mode"] == -1:
+            return operator(*args, **kwargs)
+        return refused() if fault == "refused" else inverted(operator(*args, **kwargs))
+
+    def result() -> Tensor:
+        x = normal(3, 96).to("npu:0")
+        if is_norm:
+            weight = backend.pack_linear(int8(48, 96))
+            return backend.linear(backend.norm_for(x, x, x[0], 1e-6, [weight])[0], weight)
+        moe = MoeConfig(num_experts=2, num_experts_per_tok=1, intermediate_size=32, norm_topk_prob=True)
+        gate_up, down = (backend.pack_linear(experts(*shape)) for shape in ((2, 64, 96), (2, 96, 32)))
+        return backend.moe(x, ExpertWeights(normal(2, 96, seed=2).float().to("npu:0"), gate_up, down), moe)
+
+    wanted = result().cpu().float()
+    backend = NpuBackend(torch.device("npu:0"))
+    monkeypatch.setattr(torch_npu, name, faulty)
+    for _ in range(2):
+        torch.testing.assert_close(result().cpu().float(), wanted, rtol=0.02, atol=0.02 * float(wanted.abs().max()))
+    (line,) = [line for line in caplog.messages if "by a launch more" in line]
+    assert name in line and ("not in libopapi.so" in line) == (fault == "refused")
+
+
+def experts(*shape: int) -> QuantisedWeight:
+    data = (torch.arange(prod(shape)) % 5 - 2).view(shape).to("npu:0", torch.int8)
+    return QuantisedWeight(data.mT.contiguous().mT, torch.ones(*shape[:-1], 1, device="npu:0"), torch.bfloat16)
 
 
 @pytest.mark.parametrize("rows", [1, 257])
