@@ -107,6 +107,7 @@ def parse(arguments: Sequence[str]) -> tuple[Options, Path]:
     if options.kind == "npu":
         refused, other = ["models", "concurrency", "prompt", "answer", "rounds"], "a GPU"
         check_pair(options.real_pair)
+        check_dataset(options.dataset)
     if changed := [flag(name) for name in refused if given[name] != parser.get_default(name)]:
         raise ConfigError(f"{', '.join(changed)}: only a report on {other} takes this", "leave it out")
     for model in options.models:
@@ -127,6 +128,16 @@ def check_pair(folders: Sequence[str]) -> None:
         if not (Path(folder) / "config.json").is_file():
             hint = "give the folders of a target and of its draft, with config.json, weights and tokenizer"
             raise ConfigError(f"--real-pair: {folder} has no config.json", hint)
+
+
+def check_dataset(wish: str) -> None:
+    """Raise ConfigError unless the bench knows this dataset and can read its questions."""
+    from tools.bench.prompts import named
+
+    try:
+        named(wish, 0)
+    except ConfigError as error:
+        raise ConfigError(f"--dataset: {error}", error.hint) from None
 
 
 def find_pair(names: Sequence[str]) -> None:

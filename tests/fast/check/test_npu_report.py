@@ -133,7 +133,7 @@ def test_the_sections_are_those_of_the_first_hour_in_its_order_each_with_a_limit
     assert all(section.part_seconds <= section.all_seconds < inf for section in SECTIONS["npu"].values())
     *first, _, _ = (section.all_seconds for section in SECTIONS["npu"].values())
     assert sum(first) <= 75 * 60, "operators and collectives come behind"
-    (command,) = re.findall(r"`python3 -m tools.report (--device npu --real-pair[^`]*)`", guide)
+    (command,) = re.findall(r"python3 -m tools.report (--device npu --real-pair.*)", guide)
     with pytest.raises(
         ConfigError, match="--real-pair: /models/Qwen3-8B has no"
     ):  # all flags are known, and this host has none

@@ -59,12 +59,27 @@ def test_without_a_pair_its_sections_say_what_to_give() -> None:
 
 
 def test_a_pair_is_two_folders_of_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options, _ = command.parse(["--device", "npu", "--real-pair", TARGET, DRAFT, "--dataset", "gsm8k.jsonl"])
-    assert (options.real_pair, options.dataset) == ([TARGET, DRAFT], "gsm8k.jsonl")
+    questions = tmp_path / "gsm8k.jsonl"
+    questions.write_text('{"question": "1 + 1?", "answer": "2"}')
+    options, _ = command.parse(["--device", "npu", "--real-pair", TARGET, DRAFT, "--dataset", str(questions)])
+    assert (options.real_pair, options.dataset) == ([TARGET, DRAFT], str(questions))
     assert command.main(["--device", "npu", "--real-pair", TARGET, "x", "--out", str(tmp_path)]) == 2
     assert "error: --real-pair: x has no config.json\n" in capsys.readouterr().err
     assert command.main(["--device", "cuda", "--dataset", "gsm8k.jsonl"]) == 2
     assert "--dataset: only a report on an NPU takes this" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("content", "said"), [(None, "no such file or directory"), ("{}", "line 1: ")])
+def test_a_dataset_that_cannot_be_read_is_refused_before_anything_runs(
+    content: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    questions, out = tmp_path / "gsm8k.jsonl", tmp_path / "out"
+    if content is not None:
+        questions.write_text(content)
+    given = ["--device", "npu", "--real-pair", TARGET, DRAFT, "--dataset", str(questions), "--out", str(out)]
+    assert command.main(given) == 2 and not out.exists()
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --dataset: {questions}") and said in error
 
 
 def test_a_server_of_the_pair_is_asked_by_the_bench_at_the_published_load(monkeypatch: pytest.MonkeyPatch) -> None:
