@@ -260,13 +260,21 @@ def write_configs(wanted: str | dict[str, Any], folder: Path) -> tuple[Path, Pat
     return folder / "target", folder / "draft"
 
 
-def random_engine(wanted: str | dict[str, Any], *, draft: bool, device: str, **config: Any) -> Engine:
-    """Build an engine of random weights in the sizes of `wanted`, like in `write_configs`.
+def free_memory(device: str) -> None:
+    """Give the memory of engines that nothing refers to back to the device: two of an 8B do not fit.
 
-    The memory of an earlier one is freed first: two of an 8B do not fit, and an engine is a cycle of references.
+    An engine is a cycle of references, and torch's allocator keeps what it has reserved.
     """
     gc.collect()
-    torch.cuda.empty_cache()
+    runtime = getattr(torch, device.partition(":")[0], None)  # there is no torch.npu before torch_npu, and no memory
+    if empty_cache := getattr(runtime, "empty_cache", None):
+        empty_cache()
+
+
+def random_engine(wanted: str | dict[str, Any], *, draft: bool, device: str, **config: Any) -> Engine:
+    """Build an engine of random weights in the sizes of `wanted`, like in `write_configs`, in the memory of an earlier
+    one."""
+    free_memory(device)
     with TemporaryDirectory() as folder:
         target, draft_folder = write_configs(wanted, Path(folder))
         wishes: dict[str, Any] = {"device": device, "prefix_caching": False, "verify": "full"} | config

@@ -4,7 +4,6 @@ In bfloat16 a text may leave another where the target hardly decides, which a ba
 also answered alone, without drafts. A wrong kernel changes more texts, or the first tokens of one.
 """
 
-import gc
 import json
 import shlex
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 from app.config.engine import EngineConfig
 from app.engine.load.engine import build_engine
 from app.messages import Request
+from tools.lab.random_weights import free_memory
 from tools.report.engine import Run, first_difference, run
 from tools.report.part import Options, Part, Result
 
@@ -91,7 +91,7 @@ class Pair:
             prefix_caching=False,
             verify="full",
         )
-        gc.collect()  # of the engine before
+        free_memory(self._options.device)
         core, (prompts, ends) = build_engine(config).core, self._prompts
 
         def answers(load: str, at_once: int, *, speculate: bool) -> Run:

@@ -1,6 +1,5 @@
 """Tokens per second of engines: of random weights, where the number of accepted drafts is drawn, and of a real pair."""
 
-import gc
 import json
 import subprocess
 import time
@@ -20,7 +19,7 @@ from app.engine.schedule.policy import Policy
 from app.messages import Request
 from tools.lab import simulated
 from tools.lab.in_process import Run, random_requests, run
-from tools.lab.random_weights import random_engine
+from tools.lab.random_weights import free_memory, random_engine
 from tools.report import profile
 from tools.report.part import REAL_PAIR, Options, Part, Result
 
@@ -99,8 +98,7 @@ class Engines:
     def _build(self, model: str, draft: bool) -> Engine:
         if model != REAL_PAIR:
             return random_engine(model, draft=draft, **self._sizes)
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory(self._sizes["device"])
         target = find_folder(self._pair[0], "target", has_tokenizer=False)
         sizes = self._sizes | {"max_model_len": None, "prefix_caching": False}
         return build_engine(EngineConfig(target, find_folder(self._pair[1], "draft") if draft else None, **sizes))

@@ -18,8 +18,10 @@ from torch import Tensor
 from app import demo
 from app.check import operators
 from app.check.operators import Case, Extent
+from app.config.engine import EngineConfig
 from app.engine.core import EngineCore
 from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, LayerKv
+from app.engine.load.engine import Engine
 from app.engine.npu.backend import NpuBackend
 from app.messages import Request
 from tests.devices.npu.launches import LAYER
@@ -283,17 +285,19 @@ def test_a_pair_is_compared_on_the_device_from_graphs_too(in_float32, monkeypatc
     monkeypatch.setattr(pair, "MAX_TOKENS", 12)
     prompts = {"questions": demo.token_ids(2), "prompts": demo.token_ids(1), "alone": [demo.token_ids(1)[0] * 4]}
     monkeypatch.setattr(pair.Pair, "_prompts", (prompts, demo.stop_token_ids()))
-    build = pair.build_engine
-    monkeypatch.setattr(
-        pair,
-        "build_engine",
-        lambda config: build(replace(config, dtype="float32", max_graphs=4, kv_cache_memory=96 << 20)),
-    )
+    build, reserved = pair.build_engine, []
+
+    def small(config: EngineConfig) -> Engine:
+        reserved.append(torch.npu.memory_reserved())
+        return build(replace(config, dtype="float32", max_graphs=4, kv_cache_memory=96 << 20))
+
+    monkeypatch.setattr(pair, "build_engine", small)
     given = Options("npu:0", real_pair=(str(engine.DEMO / "target"), str(engine.DEMO / "draft")))
     for part in pair.parts(given):
         found = answer(part)
         assert found["status"] == "ok" and found["result"]["first difference"] is None, found
         assert found["result"]["cases"][0]["acceptance length"] > 2
+    assert reserved[1] < reserved[0] + (32 << 20), "the first engine's memory is the second's"
 
 
 # ---- step and launches ------------------------------------------------------------------------------------------
