@@ -30,7 +30,8 @@ worse of the two tokens lies below the best logit, in float32 on the CPU.""",
 Real weights, greedy. Texts with drafts against texts without, of questions, of prompts of 40 to 3,000 tokens, and of
 single requests whose contexts pass 1,024 and 8,192 tokens.""",
     "server": """
-Real weights behind HTTP: a question behind others, about 3,500 tokens, and answers of up to 1,500.""",
+Real weights behind HTTP: a question behind others, about 3,500 tokens, and answers of 1,500 without thinking, which go
+on behind their end. `accepted` counts a step's tokens.""",
     "step": """
 The demo pair in bfloat16, whole blocks. `launch` is the host's time to schedule and launch a step, `read` its wait for
 the result.""",

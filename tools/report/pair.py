@@ -1,12 +1,9 @@
-"""A real pair on the device: `--real-pair TARGET DRAFT`. Texts with drafts against texts without, and a server.
+"""A real pair on the device: `--real-pair TARGET DRAFT`. Texts with drafts against texts without.
 
 In bfloat16 a text may leave another where the target hardly decides, which a batch changes as well: each question is
 also answered alone, without drafts. A wrong kernel changes more texts, or the first tokens of one.
 """
 
-import json
-import shlex
-import tempfile
 from collections.abc import Callable
 from functools import cache, cached_property, partial
 from itertools import chain, cycle, islice
@@ -28,23 +25,15 @@ FIRST_TOKENS = 8
 MORE_TEXTS = 2
 """Texts that drafts may change beyond those that a batch changes."""
 WAYS = ("eager", "graphs")
-SERVED = {"plain": "", "dflash": "--num-speculative-tokens 8"}
-"""Variant of the bench -> flags of its server, as in the reports of vllm-ascend."""
-LOAD = "--concurrency 1,16 --num-prompts 2,16 --max-tokens 1500 --max-rounds 1"
-BEFORE = 14_000
-"""Characters of other questions in front of one, about 3,500 tokens. Drafts of random words would not be accepted."""
 
 
 def parts(options: Options) -> list[Part]:
     pair = Pair(options)
-    return [Part(way, partial(pair.compared, way)) for way in WAYS] if options.real_pair else [_without("pair")]
+    return [Part(way, partial(pair.compared, way)) for way in WAYS] if options.real_pair else [without("pair")]
 
 
-def server_parts(options: Options) -> list[Part]:
-    return [Part(way, partial(served, options, way)) for way in SERVED] if options.real_pair else [_without("server")]
-
-
-def _without(name: str) -> Part:
+def without(name: str) -> Part:
+    """Return the only part of a section that needs a real pair, and has none."""
     return Part(name, lambda: {"found": "not tried: give --real-pair TARGET DRAFT"})
 
 
@@ -135,33 +124,3 @@ def _differences(found: Run, expected: Run) -> list[int]:
     """Return the first token that differs, of each text that does."""
     places = (first_difference(expected.texts[name], text) for name, text in found.texts.items())
     return [at for at in places if at is not None]
-
-
-def long_questions(dataset: str, count: int = 16) -> list[str]:
-    """Return lines of JSON, each a chat that asks one question of the dataset behind BEFORE characters of others."""
-    from tools.bench.prompts import named
-
-    bodies = [prompt.body for prompt in named(dataset, 0)[0].first(count)]
-    asked = [body["messages"][-1]["content"] if "messages" in body else body["prompt"] for body in bodies]
-    whole = "\n".join(asked)
-    before = (whole * -(-BEFORE // len(whole)))[:BEFORE]
-    contents = (f"{before}\n\nAnswer only this question: {question}" for question in asked)
-    return [json.dumps({"messages": [{"role": "user", "content": content}]}) for content in contents]
-
-
-def served(options: Options, way: str) -> Result:
-    """Run the bench against a server of this pair."""
-    from tools.bench import http
-
-    target, draft = options.real_pair
-    flags = ["--device", options.device, *SERVED[way].split()]
-    if way != "plain":
-        flags += ["--draft-model", draft]
-    arguments = ["--serve-args", shlex.join([target, *flags]), "--compare", way, *LOAD.split()]
-    with tempfile.TemporaryDirectory() as folder:
-        load = Path(folder) / "load.jsonl"
-        load.write_text("\n".join(long_questions(options.dataset)), encoding="utf-8")
-        code = http.main([*arguments, "--dataset", str(load), "--out", folder])
-        tables = json.loads((Path(folder) / "results.json").read_text(encoding="utf-8"))["tables"]
-    speeds = [f"{row[f'{way} tok/s']} tok/s at {row['concurrency']}" for row in tables["speed"]]
-    return {"found": ", ".join(speeds), "passed": not code, "cases": tables["speed"] + tables["latency"]}

@@ -56,9 +56,9 @@ def pair(options: Options, ends: float) -> list[Part]:
 
 
 def server(options: Options, ends: float) -> list[Part]:
-    from tools.report import pair
+    from tools.report import server
 
-    return pair.server_parts(options)
+    return server.parts(options, ends)
 
 
 def roofline(options: Options, ends: float) -> list[Part]:

@@ -1,17 +1,22 @@
 """The sections of a report about real weights: texts with drafts and without, by two ways, and a server."""
 
 import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
 
 from app.engine.checkpoint.files import DEMO
-from tools.bench import http
-from tools.report import command, pair
+from tools.bench import http, own_server
+from tools.report import command, pair, server
 from tools.report.engine import Run
 from tools.report.part import Options, answer
+from tools.report.sections import SECTIONS
 
 torch.set_num_threads(1)
 TARGET, DRAFT = (str(DEMO / name) for name in ("target", "draft"))
@@ -53,8 +58,7 @@ def test_early_and_many_differences_are_failures_and_few_late_ones_are_not(
 
 
 def test_without_a_pair_its_sections_say_what_to_give() -> None:
-    for parts in (pair.parts, pair.server_parts):
-        ((part,),) = [parts(Options("npu"))]
+    for (part,) in (pair.parts(Options("npu")), server.parts(Options("npu"), inf)):
         assert "give --real-pair TARGET DRAFT" in answer(part)["result"]["found"]
 
 
@@ -90,15 +94,62 @@ def test_a_server_of_the_pair_is_asked_by_the_bench_at_the_published_load(monkey
         asked.append(given)
         chats = [json.loads(line)["messages"][0]["content"] for line in Path(given.dataset).read_text().splitlines()]
         assert len(set(chats)) == 16 and all(14_000 < len(chat) < 15_000 for chat in chats)
-        rows = [{"text": "t", "concurrency": n, f"{given.compare[0]} tok/s": "74"} for n in ("1", "16")]
-        (given.out / "results.json").write_text(json.dumps({"tables": {"speed": rows, "latency": []}}))
+        (way,) = given.compare
+        rows: list[dict[str, Any]] = [
+            {"text": "t", "concurrency": n, f"{way} tok/s": "74"}
+            | ({} if way == "plain" else {f"{way} accepted": "5.2"})
+            for n in ("1", "16")
+        ]
+        requests: list[dict[str, Any]] = [
+            {"concurrency": n, "tokens": 1500, "error": None} for n in ("1", "16") for _ in range(2)
+        ]
+        failed = {"concurrency": "16", "tokens": 0, "error": "HTTP 500"}
+        results = {"tables": {"speed": rows, "latency": []}, "requests": [*requests, failed]}
+        (given.out / "results.json").write_text(json.dumps(results))
         return 0
 
     monkeypatch.setattr(http, "main", bench)
-    plain, drafted = (answer(part)["result"] for part in pair.server_parts(GIVEN))
-    assert plain["found"] == "74 tok/s at 1, 74 tok/s at 16" and len(drafted["cases"]) == 2
+    plain, drafted = (answer(part)["result"] for part in server.parts(GIVEN, inf))
+    assert plain["found"] == "74 tok/s at 1 (1500 tokens an answer), 74 tok/s at 16 (1500 tokens an answer)"
+    assert drafted["found"].endswith("74 tok/s at 16 (1500 tokens an answer, 5.2 accepted a step)")
+    assert [case["answer tokens"] for case in drafted["cases"]] == [1500, 1500]
     for given in asked:
         assert (given.max_tokens, given.concurrency, given.num_prompts) == (1500, [1, 16], [2, 16])
-    flags: list[list[Any]] = [given.serve_args for given in asked]
-    assert flags[0] == [TARGET, "--device", "cpu"]
-    assert flags[1][3:] == ["--num-speculative-tokens", "8", "--draft-model", DRAFT]
+        assert given.extra_body["ignore_eos"], "answers of one length"
+    flags: list[list[str]] = [given.serve_args for given in asked]
+    few = ["--max-num-seqs", "16", "--max-graphs", "8"]
+    without_thinking = ["--default-chat-template-kwargs", '{"enable_thinking": false}']
+    assert flags[0] == [TARGET, "--device", "cpu", *few, *without_thinking]
+    assert flags[1][len(flags[0]) :] == ["--num-speculative-tokens", "8", "--draft-model", DRAFT]
+
+
+def test_a_server_that_is_late_is_gone_before_the_next_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ended by the bench, because a server whose parent is killed holds the device while it ends."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    class Slow(own_server.ServerProcess):
+        """A server that is never ready, and takes a while to end."""
+
+        def __init__(self, variant: str, serve_args: Sequence[str]) -> None:
+            slow = (
+                "import signal, sys, time\ndef end(*_): time.sleep(0.5); sys.exit()\nsignal.signal(signal.SIGTERM, end)"
+            )
+            super().__init__(variant, [sys.executable, "-c", f"{slow}\nwhile True: time.sleep(0.1)"], 1)
+
+        def __enter__(self) -> Self:
+            assert all(process.poll() is not None for process in processes), "another server is still there"
+            super().__enter__()
+            processes.append(self.process)
+            return self
+
+    monkeypatch.setattr(http, "OwnServer", Slow)
+    monkeypatch.setattr(server, "SECONDS", 2.0)
+    plain, drafted = map(answer, server.parts(GIVEN, inf))
+    assert plain["status"] == drafted["status"] == "failed" and len(processes) == 2
+    assert "the bench measured nothing in 2 s" in plain["error"]["says"]
+    assert all(process.returncode is not None for process in processes)
+    assert own_server._END_SECONDS < server.END_SECONDS
+
+
+def test_a_late_server_has_time_to_end_before_its_part_is_killed() -> None:
+    assert SECTIONS["npu"]["server"].part_seconds > server.SECONDS + server.END_SECONDS
