@@ -14,7 +14,7 @@ from app.engine.load.engine import build_engine
 from app.messages import Request
 from tools.lab.random_weights import free_memory
 from tools.report.engine import Run, first_difference, run
-from tools.report.part import Options, Part, Result
+from tools.report.part import NotTriedError, Options, Part, Result
 
 QUESTIONS, MAX_TOKENS = 10, 256
 LENGTHS = {"prompts": (40, 200, 600, 3000), "alone": (1000, 8170)}
@@ -34,7 +34,11 @@ def parts(options: Options) -> list[Part]:
 
 def without(name: str) -> Part:
     """Return the only part of a section that needs a real pair, and has none."""
-    return Part(name, lambda: {"found": "not tried: give --real-pair TARGET DRAFT"})
+
+    def ask() -> Result:
+        raise NotTriedError("give --real-pair TARGET DRAFT")
+
+    return Part(name, ask)
 
 
 class Pair:

@@ -50,6 +50,10 @@ class Options:
         return int(self.device.partition(":")[2] or 0)
 
 
+class NotTriedError(Exception):
+    """Raised by a part that this host or these options leave without an answer. The message says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One measurement of a section."""
@@ -59,12 +63,17 @@ class Part:
 
 
 def answer(part: Part) -> Result:
-    """Return `{"name", "status", "seconds", "result"}`, with `error` if the part raised or met one. Raises nothing."""
+    """Return `{"name", "status", "seconds", "result"}`, with `error` if the part raised or met one. Raises nothing.
+
+    `status` is ok, failed or "not tried".
+    """
     started = time.perf_counter()
     result: Result = {}
     try:
         result = part.run()
         status = "ok" if result.pop("passed", True) else "failed"
+    except NotTriedError as reason:
+        result, status = {"found": str(reason)}, "not tried"
     except Exception as error:
         result, status = {"error": describe(error)}, "failed"
     met = {"error": result.pop("error")} if "error" in result else {}

@@ -23,7 +23,7 @@ from app.engine.device.factory import make_backend
 from app.engine.errors import UnsupportedError
 from app.engine.npu.error_codes import explain
 from app.engine.npu.rules import AIV, EXPANSION_MODE
-from tools.report.part import Options, Part, Result
+from tools.report.part import NotTriedError, Options, Part, Result
 from tools.report.timing import graph_apart, seconds_in_a_graph
 
 COMMAND = (sys.executable, "-P", "-m", "tools.report.ranks")
@@ -41,8 +41,7 @@ def parts(options: Options) -> list[Part]:
 
 def with_attention(options: Options, command: Sequence[str] = (*COMMAND, "attention")) -> Result:
     """Say if graphs of two ranks can be served, whose attention is updated between sums."""
-    if refused := _too_few(options, 2):
-        return refused
+    _check_ranks(options, 2)
     mode = f"{EXPANSION_MODE}={os.environ.get(EXPANSION_MODE, AIV)}"
     try:
         (case,) = collectives.measured(options.device, 2, SECONDS[options.kind], command)
@@ -54,17 +53,16 @@ def with_attention(options: Options, command: Sequence[str] = (*COMMAND, "attent
     return {"found": f"With {mode} the result is {verdict}, to {case['error_of_largest']:.4g}.", **case}
 
 
-def _too_few(options: Options, size: int) -> Result | None:
+def _check_ranks(options: Options, size: int) -> None:
+    """Raise NotTriedError where there are too few devices."""
     try:
         make_backend(options.device).check_ranks(size)
     except UnsupportedError as error:
-        return {"found": f"not measured: {error}"}
-    return None
+        raise NotTriedError(str(error)) from None
 
 
 def summed(options: Options, size: int) -> Result:
-    if refused := _too_few(options, size):
-        return refused
+    _check_ranks(options, size)
     cases = collectives.measured(options.device, size, SECONDS[options.kind], (*COMMAND, "sums"))
     first, last = cases[0], cases[-1]
     bits = "depend" if not all(case["same_bits_alone"] for case in cases) else "do not depend"

@@ -99,7 +99,7 @@ def test_a_report_adds_up_eagerly_and_in_a_graph(monkeypatch: pytest.MonkeyPatch
 
 def test_a_report_attends_beside_a_sum_in_a_graph_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPU_STUB_DEVICES", "2")
-    monkeypatch.setattr(report_ranks, "_too_few", lambda *_: None)  # this process sees one
+    monkeypatch.setattr(report_ranks, "_check_ranks", lambda *_: None)  # this process sees one
     found = answer(
         Part("attention", partial(report_ranks.with_attention, Options("npu:0"), (*REPORT_RANK, "attention")))
     )
@@ -111,7 +111,7 @@ def test_a_graph_that_the_ranks_cannot_capture_is_told_with_what_to_do(monkeypat
     def fail(*_: Any) -> None:
         raise RuntimeError("rank 1: RuntimeError: record event failed, runtime result = 507009")
 
-    monkeypatch.setattr(report_ranks, "_too_few", lambda *_: None)
+    monkeypatch.setattr(report_ranks, "_check_ranks", lambda *_: None)
     monkeypatch.setattr(collectives, "measured", fail)
     found = report_ranks.with_attention(Options("npu:0"))
     assert not found["passed"] and "AIV it fails: rank 1" in found["found"]

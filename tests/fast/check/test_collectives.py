@@ -14,7 +14,7 @@ from app.engine.errors import UnsupportedError
 from tests import ROOT
 from tests.fast.engine.thread_ranks import ThreadComm, on_ranks
 from tools.report import ranks as report_ranks
-from tools.report.part import Options
+from tools.report.part import Options, answer
 
 BACKEND = make_backend("cpu")
 CASE = {"rows": 1, "eager_us": 5.0, "passed": True, "same_bits_alone": True}
@@ -90,9 +90,10 @@ def test_a_report_says_so_where_there_are_too_few_devices(monkeypatch: pytest.Mo
     monkeypatch.setattr(report_ranks, "make_backend", lambda device: BACKEND)
     monkeypatch.setattr(BACKEND, "check_ranks", check_ranks)
     monkeypatch.setattr(collectives, "measured", lambda *_: [dict(CASE), CASE | {"rows": 16, "same_bits_alone": False}])
-    two, four, eight = (part.run() for part in report_ranks.parts(Options("cuda")))
-    assert "the bits of a row depend on the other rows" in two["found"] and two["passed"]
-    assert four["found"] == eight["found"] == "not measured: 2 are visible"
+    two, four, eight = map(answer, report_ranks.parts(Options("cuda")))
+    assert "the bits of a row depend on the other rows" in two["result"]["found"] and two["status"] == "ok"
+    for few in (four, eight):
+        assert few["status"] == "not tried" and few["result"] == {"found": "2 are visible"} and "error" not in few
 
 
 @pytest.mark.exhaustive

@@ -20,6 +20,8 @@ from tests.fast.check.patient import HANG, Patient
 from tools.report import runner
 from tools.report.command import main, parse
 from tools.report.page import page, summary, table
+from tools.report.pair import without
+from tools.report.part import answer
 from tools.report.runner import Program, report, scrubbed
 from tools.report.sections import SECTIONS
 
@@ -269,6 +271,13 @@ def test_the_summary_has_a_line_for_each_section_with_what_failed_and_what_matte
 def test_what_failed_is_on_the_page_with_its_reason() -> None:
     assert "| linear | failed | RuntimeError: no | m |" in page(FULL)
     assert "| rope | c | - | - |" in page(FULL) and "**NO**" in page(FULL)
+
+
+def test_what_was_not_tried_is_counted_as_that_and_says_why() -> None:
+    untried = answer(without("pair"))
+    told = FULL | {"failed": 0, "sections": {"pair": section(untried)}}
+    assert summary(told)[1] == "Pair: 1 not tried (pair)"
+    assert "| pair | not tried | give --real-pair TARGET DRAFT |" in page(told) and "## Wrong" not in page(told)
 
 
 def test_what_would_break_a_table_is_escaped() -> None:

@@ -57,9 +57,10 @@ def test_early_and_many_differences_are_failures_and_few_late_ones_are_not(
     assert answer(pair.parts(GIVEN)[0])["status"] == status
 
 
-def test_without_a_pair_its_sections_say_what_to_give() -> None:
+def test_without_a_pair_its_sections_are_not_tried_and_say_what_to_give() -> None:
     for (part,) in (pair.parts(Options("npu")), server.parts(Options("npu"), inf)):
-        assert "give --real-pair TARGET DRAFT" in answer(part)["result"]["found"]
+        found = answer(part)
+        assert found["status"] == "not tried" and found["result"] == {"found": "give --real-pair TARGET DRAFT"}
 
 
 def test_a_pair_is_two_folders_of_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
