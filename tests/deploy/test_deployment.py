@@ -516,7 +516,7 @@ def test_an_image_finds_what_it_is_made_of_and_runs_a_report(name: str, image: P
         if source == "tools":
             assert Path(target).parent == Path(image_variables(name)["PYTHONPATH"])
             shutil.copytree(image / source, tmp_path / "share" / source)
-    shutil.copytree(image / "app", tmp_path / "packages" / "app", ignore=shutil.ignore_patterns("checkpoint"))
+    shutil.copytree(image / "app", tmp_path / "packages" / "app", ignore=shutil.ignore_patterns("*.safetensors"))
     path = os.pathsep.join(str(tmp_path / folder) for folder in ("share", "packages"))
     command = [sys.executable, "-P", "-m", "tools.report", "--device", "cpu"]
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
