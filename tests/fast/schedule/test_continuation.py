@@ -174,11 +174,16 @@ def test_a_step_is_scheduled_ahead_of_prompts_that_end_and_not_of_parts(length: 
     assert [rows.start for rows in behind.decodes] == [5, length]
 
 
-def test_a_hybrids_prompts_are_waited_for_because_others_may_find_their_states():
+@pytest.mark.parametrize(("length", "leaves_one"), [(8, True), (7, False)])
+def test_rows_behind_a_hybrids_prompt_leave_the_state_that_others_may_find(length: int, leaves_one: bool):
+    """A prompt that ends with a page leaves a checkpoint, so what follows is written to another slot."""
     flight = Flight(page_size=4, prefix_caching=True, states=StateSlots(4, 8, 512))
-    flight.scheduler.add(Request("new", (1,) * 8, 5))
+    flight.scheduler.add(Request("new", (1,) * length, 5))
     flight.batch = flight.scheduler.schedule()
-    assert flight.batch.kind == "mixed" and flight.behind() is None
+    written = flight.batch.prefills[0].next_slot
+    behind = flight.behind()
+    assert flight.batch.kind == "mixed" and behind is not None
+    assert (behind.decodes[1].next_slot != written) == leaves_one
 
 
 def test_rows_behind_a_prompt_are_ignored_if_it_has_to_be_read_again():

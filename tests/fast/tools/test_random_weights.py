@@ -14,9 +14,8 @@ from app.engine.checkpoint.files import DEMO, Checkpoint
 from app.engine.device.torch import TorchBackend
 from app.engine.dflash.model import DFlashModel
 from app.engine.load.loader import target_class
-from app.engine.models.experts import dequantised
 from app.engine.models.weights import Part
-from app.engine.quantised import QuantisedWeight
+from app.engine.quantised import PackedFp4, QuantisedWeight, packed_fp4
 from app.messages import Request
 from tests.fast.tools.tiny import TINY, tiny_engine
 from tools.lab.random_weights import TARGETS, RandomWeights, draft_for, taps, write_configs
@@ -146,7 +145,8 @@ def test_experts_in_mxfp4_are_bytes_of_the_size_of_a_projection(tmp_path: Path) 
     assert isinstance(weights.get_linear("q_proj.weight", 8, 8), torch.Tensor)
     blocks = weights.get("down_proj_blocks", 2, 64, 90, 16, dtype=torch.uint8)
     scales = weights.get("down_proj_scales", 2, 64, 90, dtype=torch.uint8)
-    assert dequantised(blocks, scales, torch.float32).std() == pytest.approx(2880**-0.5, rel=0.3)
+    packed = PackedFp4(packed_fp4(blocks), scales.mT, torch.float32, skipped=0, columns=2880)
+    assert packed.dequantised().std() == pytest.approx(2880**-0.5, rel=0.3)
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", "{", '{"num_hidden_layers": "4", "vocab_size": 8}'])
