@@ -91,7 +91,7 @@ def has_the_locked_packages_and_none_conflicts(image: Recipe) -> None:
     lock = (ROOT / "docker/requirements-npu-amd64.txt").read_text()
     locked = dict(re.findall(r"^([a-z0-9.-]+)==(\S+)", lock, re.MULTILINE))
     assert packages(image) == locked | {"torch": "2.10.0+cpu", "dflash-server": "0.1.0"}
-    assert image.run("python3", "-m", "pip", "check").stdout == "No broken requirements found.\n"
+    assert image.run("python3", "-m", "pip", "check").stdout.endswith("No broken requirements found.\n")
     assert image.run("python3", "-W", "ignore", "-c", "import pkg_resources").returncode == 0, (
         "CANN's compiler needs it"
     )

@@ -232,7 +232,7 @@ def test_a_whole_report_ends_with_every_figure_and_its_verdict(tiny, tmp_path, c
     assert list(report["sections"]) == list(SECTIONS["cuda"]) == list(FIGURES)
     for name, (of_parts, of_cases) in FIGURES.items():
         parts = report["sections"][name]["parts"]
-        assert parts and {part["status"] for part in parts} == {"ok"}
+        assert parts and {part["status"] for part in parts} == {"not tried" if name == "collectives" else "ok"}
         results = [part["result"] for part in parts]
         cases = [case for result in results for case in result.get("cases", []) if "failed" not in case]
         assert not missing(results, of_parts) and not missing(cases, of_cases) and (cases or of_parts), name
