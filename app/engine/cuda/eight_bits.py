@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.cuda.launch import MAX_TILES, UPCAST, counters, items_per_program, operand, sum_of_splits
+from app.engine.cuda.launch import UPCAST, items_per_program, memory_of_splits, operand, sum_of_splits
 from app.engine.quantised import QuantisedRows, QuantisedWeight
 
 GROUP = tl.constexpr(128)
@@ -76,10 +76,8 @@ def linear(
     out = torch.empty(num_rows, out_features, dtype=weight.dtype, device=x.data.device)
     partials, arrived = None, None
     if is_split := launch.splits > 1 and not one_program:
-        shape = (row_tiles * tiles, launch.splits, launch.rows, launch.x_rows)
-        partials = torch.empty(shape, dtype=torch.float32, device=x.data.device)
-        arrived = counters(x.data.device)
-        assert row_tiles * tiles <= MAX_TILES
+        size = launch.rows * launch.x_rows
+        partials, arrived = memory_of_splits(row_tiles * tiles, launch.splits, size, x.data.device)
     tensors = x.data, x.scales, weight.data, weight.scales, bias, out, partials, arrived
     product8[row_tiles, tiles, launch.splits if is_split else 1](  # neighbouring programs share a tile of W
         *tensors,

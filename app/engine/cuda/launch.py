@@ -67,3 +67,9 @@ def counters(device: torch.device) -> Tensor:
     Launches that share it must run one after the other, as in one stream.
     """
     return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+
+
+def memory_of_splits(tiles: int, splits: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return (memory [tiles, splits, size] fp32 for the partial results of `sum_of_splits`, counters of tiles)."""
+    assert tiles <= MAX_TILES
+    return torch.empty(tiles, splits, size, dtype=torch.float32, device=device), counters(device)

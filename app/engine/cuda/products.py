@@ -7,12 +7,11 @@ sums the partial results in their order. With many rows a program makes all spli
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.cuda.launch import MAX_TILES, counters, dot_size, operand, sum_of_splits
+from app.engine.cuda.launch import dot_size, memory_of_splits, operand, sum_of_splits
 from app.engine.errors import UnsupportedError
 
 ROWS = 64
@@ -89,10 +88,8 @@ def linear(
     out = x.new_empty(num_rows, out_features)
     partials, arrived = None, None
     if is_split := launch.splits > 1 and not one_program:
-        shape = (row_tiles * tiles, launch.splits, launch.rows, launch.x_rows)
-        partials = torch.empty(shape, dtype=torch.float32, device=x.device)
-        arrived = counters(x.device)
-        assert row_tiles * tiles <= MAX_TILES
+        size = launch.rows * launch.x_rows
+        partials, arrived = memory_of_splits(row_tiles * tiles, launch.splits, size, x.device)
     tensors = x.contiguous(), weight, bias, out, partials, arrived
     product[row_tiles, tiles, launch.splits if is_split else 1](  # neighbouring programs share a tile of W
         *tensors,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from app.engine.cuda import products
 from app.engine.cuda.backend import CudaBackend
-from app.engine.cuda.launch import dot_size
+from app.engine.cuda.launch import counters, dot_size
 from app.engine.cuda.products import FEW_ROWS, ROWS, Product, few_rows, linear, product_of
 from tests.devices.cuda.engines import DENSE, GRAPHS, engine, requests, use_kernels
 from tests.fast.engine.lossless import run_engine
@@ -49,7 +49,7 @@ def test_a_launch_finds_the_counters_as_the_last_one_left_them() -> None:
     x, weight, _ = numbers(3, 128)
     first = linear(x, weight, None, 132)
     assert torch.equal(linear(x, weight, None, 132), first)
-    assert not products.counters(x.device).any(), "a program that counts wrongly would sum too early or never"
+    assert not counters(x.device).any(), "a program that counts wrongly would sum too early or never"
 
 
 MEASURED = {
