@@ -15,7 +15,7 @@
 #   make soak                                             load and faults for 20 minutes, to docs/reliability.md
 #   make bench                                            smollm2 over HTTP, plain decoding against DFlash, by turns, to docs/performance.md
 #   make bench ARGS="--concurrency 1,4"                   `python -m tools.bench` with other arguments, to no page
-#   .venv/bin/python -m tools.lab step | cpu | gaps | llama_cpp | attacks   this server's own code measured, with Transformers for `cpu`
+#   .venv/bin/python -m tools.lab step | cpu | products | gaps | llama_cpp   this server's own code measured, with Transformers for `cpu`
 #   make test-npu | make npu-launches                     tests of the real torch_npu on stub libraries, without NPU and CANN, with gcc
 #                                                         (part of `make test-rest`); the launches of a decode step there
 #

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from app.config.error import ConfigError, nearest
 from tools.bench.command import guarded
-from tools.lab import attacks, cpu, gaps, llama_cpp, products, step
+from tools.lab import cpu, gaps, llama_cpp, products, step
 
 
 class Part(NamedTuple):
@@ -30,7 +30,6 @@ PARTS = {
         llama_cpp.parser,
         llama_cpp.bench,
     ),
-    "attacks": Part("one client's attacks on a server, and what another client notices", attacks.parser, attacks.bench),
 }
 
 
