@@ -3,7 +3,7 @@
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -34,8 +34,13 @@ def random_requests(count: int, prompt: int, answer: int, vocab_size: int) -> li
 
 @dataclass(slots=True)
 class Run:
-    """Counts of a run of requests, prefill included."""
+    """Counts of a run of requests, prefill included. `texts` has the tokens of each."""
 
+    texts: dict[str, list[int]] = field(default_factory=dict)
+    accepted: list[tuple[str, int]] = field(default_factory=list)
+    """Request, and how many drafts were accepted, of each verification of drafts."""
+    kinds: set[str] = field(default_factory=set)
+    """Kinds of its steps."""
     seconds: float = 0.0
     tokens: int = 0
     prefill_seconds: float = 0.0
@@ -48,8 +53,6 @@ class Run:
     """Target rows -> these steps."""
     decoding: int = 0
     """Sequences of these steps, each counted once a step."""
-    texts: dict[str, list[int]] = field(default_factory=dict)
-    """Tokens of each request."""
 
     def add(self, step: StepOutput, concurrency: int) -> None:
         """Count a step. Raises RuntimeError if a request has an error."""
@@ -57,8 +60,10 @@ class Run:
         if errors := [delta.error for delta in step.deltas if delta.error]:
             raise RuntimeError(errors[0])
         self.tokens += emitted
+        self.kinds.add(stats.kind)
         for delta in step.deltas:
             self.texts.setdefault(delta.request_id, []).extend(delta.token_ids)
+            self.accepted += [(delta.request_id, one.n_accepted) for one in delta.steps if one.n_verified]
         if stats.kind != "decode":
             self.prefill_seconds += stats.seconds
         elif stats.num_decoding == concurrency:
@@ -82,13 +87,26 @@ class Run:
         return median(self.decode_ms) if self.decode_ms else None
 
     @property
-    def acceptance_length(self) -> float | None:
+    def steady_length(self) -> float | None:
         """Mean tokens of a sequence in a step in which all decoded."""
         return self.decode_tokens / self.decoding if self.decoding else None
 
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens of a sequence in a step that verified its drafts, the bonus included; 1 without such a step."""
+        return self.acceptance_length_of(self.texts)
 
-def run(core: EngineCore, requests: Sequence[Request], concurrency: int) -> Run:
-    """Run requests, `concurrency` at once: one that ends makes room for the next. Raises RuntimeError if one fails."""
+    def acceptance_length_of(self, request_ids: Container[str]) -> float:
+        accepted = [count for name, count in self.accepted if name in request_ids]
+        return 1 + sum(accepted) / max(1, len(accepted))
+
+
+def run(core: EngineCore, requests: Sequence[Request], concurrency: int | None = None) -> Run:
+    """Run requests, `concurrency` or all at once: one that ends makes room for the next.
+
+    Raises RuntimeError if one fails.
+    """
+    concurrency = concurrency or len(requests)
     waiting, running, found = deque(requests), 0, Run()
     started = time.perf_counter()
     while waiting or running:

@@ -4,8 +4,7 @@ In bfloat16 a text may leave another only where the target hardly decides betwee
 of the worse of the two from the best logit, in float32 on the CPU.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -17,7 +16,8 @@ from app.engine.checkpoint.files import DEMO
 from app.engine.core import EngineCore
 from app.engine.load import engine as build
 from app.engine.load.engine import Engine
-from app.messages import Request, SamplingParams, StepOutput
+from app.messages import Request, SamplingParams
+from tools.lab.in_process import Run, run
 from tools.report.part import Options, Part, Result
 
 NUM_PROMPTS, MAX_TOKENS = 24, 48
@@ -78,40 +78,6 @@ def requests(
         )
         for i, prompt in enumerate(demo.token_ids(count))
     ]
-
-
-@dataclass
-class Run:
-    """Texts of all requests, and the drafts that each step accepted: in order, and by request."""
-
-    texts: dict[str, list[int]] = field(default_factory=dict)
-    accepted: list[int] = field(default_factory=list)
-    accepted_of: dict[str, list[int]] = field(default_factory=dict)
-    kinds: set[str] = field(default_factory=set)
-
-    @property
-    def acceptance_length(self) -> float:
-        """Mean tokens of a step that verified drafts, the bonus included; 1 without such a step."""
-        return self.acceptance_length_of(self.accepted_of)
-
-    def acceptance_length_of(self, request_ids: Iterable[str]) -> float:
-        accepted = [count for name in request_ids for count in self.accepted_of.get(name, [])]
-        return 1 + sum(accepted) / max(1, len(accepted))
-
-
-def run(core: EngineCore, wanted: list[Request], done: Run | None = None) -> Run:
-    """Add the requests' texts and drafts to `done`, or to a new Run."""
-    done = done or Run()
-
-    def count(step: StepOutput) -> None:
-        done.kinds.add(step.stats.kind)
-        for delta in step.deltas:
-            if delta.steps[0].n_verified:
-                done.accepted.append(delta.steps[0].n_accepted)
-                done.accepted_of.setdefault(delta.request_id, []).append(delta.steps[0].n_accepted)
-
-    done.texts |= core.run(wanted, count)
-    return done
 
 
 def first_difference(text: list[int], other: list[int]) -> int | None:

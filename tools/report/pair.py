@@ -12,8 +12,9 @@ from pathlib import Path
 from app.config.engine import EngineConfig
 from app.engine.load.engine import build_engine
 from app.messages import Request
+from tools.lab.in_process import Run, run
 from tools.lab.random_weights import free_memory
-from tools.report.engine import Run, first_difference, run
+from tools.report.engine import first_difference
 from tools.report.part import NotTriedError, Options, Part, Result
 
 QUESTIONS, MAX_TOKENS = 10, 256
@@ -92,10 +93,7 @@ class Pair:
                 Request(str(i), ids, MAX_TOKENS, stop_token_ids=ends, speculate=speculate)
                 for i, ids in enumerate(prompts[load])
             ]
-            done = Run()
-            for first in range(0, len(wanted), at_once):
-                run(core, wanted[first : first + at_once], done)
-            return done
+            return run(core, wanted, at_once)
 
         found = {"questions, plain and alone": answers("questions", 1, speculate=False)}
         for load, token_ids in prompts.items():

@@ -141,7 +141,7 @@ def speed(engines: Engines, model: str, way: str, load: Load, rounds: int, ends:
         took = time.monotonic() - begun
     in_time = rounds > 1 and REFILLS * took + time.monotonic() <= ends
     measured, steady = median(run.speed for run in runs), _median([run.steady_speed for run in runs])
-    length, is_drawn = runs[-1].acceptance_length, way == "full blocks" and model != REAL_PAIR
+    length, is_drawn = runs[-1].steady_length, way == "full blocks" and model != REAL_PAIR
     return {
         "found": f"{measured:.4g} tok/s",
         "tok/s": measured,

@@ -4,7 +4,8 @@ from typing import Any
 
 from app import demo
 from app.engine.core import EngineCore
-from tools.report.engine import Run, demo_engine, gap, requests, run
+from tools.lab.in_process import Run, run
+from tools.report.engine import demo_engine, gap, requests
 
 __all__ = ["Run", "engine", "gap", "prompts", "requests", "run"]
 

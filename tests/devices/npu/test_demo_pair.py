@@ -45,7 +45,7 @@ def test_float32_tokens_and_acceptance_are_the_cpu_engines(prompts: int, drawn_a
     assert found.kinds == {"prefill", "mixed", "decode"}
     assert found.texts == drawn_and_greedy.texts
     assert found.accepted == drawn_and_greedy.accepted
-    assert set(found.accepted) >= {0, 7, 15}, "nothing, a part and all of a draft was accepted"
+    assert {count for _, count in found.accepted} >= {0, 7, 15}, "nothing, a part and all of a draft was accepted"
 
 
 @pytest.mark.usefixtures("in_float32")

@@ -28,6 +28,7 @@ from tests.devices.npu.launches import LAYER
 from tests.devices.npu.null_device import Trace, traced
 from tests.devices.npu.numerics import Numerics
 from tests.fast.engine.op_count import Launches
+from tools.lab.in_process import Run
 from tools.report import engine, npu_costs, npu_questions, pair, roofline, step
 from tools.report import operators as report_operators
 from tools.report.expected import EXPECTED
@@ -271,12 +272,12 @@ def test_a_draft_that_is_not_accepted_has_failed_though_texts_are_right(in_float
 def test_a_text_that_leaves_the_others_is_told_with_its_place_and_gap() -> None:
     runs = engine.Runs("cpu", 1, "float32")
     text = runs._on_cpu("float32").texts["r0"]
-    other = engine.Run({"r0": [*text[:5], (text[5] + 1) % 2560, *text[6:]]})
+    other = Run({"r0": [*text[:5], (text[5] + 1) % 2560, *text[6:]]})
     found = runs._compared(runs._on_cpu("float32"), other)
     assert found["identical"] == 0 and not found["passed"]
     assert [(d["prompt"], d["token"]) for d in found["cases"]] == [(0, 5)]
     assert found["cases"][0]["gap"] > engine.MAX_GAP
-    shorter = runs._compared(runs._on_cpu("float32"), engine.Run({"r0": text[:-1]}))
+    shorter = runs._compared(runs._on_cpu("float32"), Run({"r0": text[:-1]}))
     assert shorter["cases"] == [{"prompt": 0, "token": len(text) - 1, "gap": None}] and not shorter["passed"]
 
 

@@ -13,8 +13,8 @@ import torch
 
 from app.engine.checkpoint.files import DEMO
 from tools.bench import http, own_server
+from tools.lab.in_process import Run
 from tools.report import command, pair, server
-from tools.report.engine import Run
 from tools.report.part import Options, answer
 from tools.report.sections import SECTIONS
 

@@ -34,7 +34,7 @@ def test_a_request_that_ends_makes_room_for_the_next_and_no_more_are_in_flight_t
     found = run(cast(Any, core), random_requests(6, 3, 4, 9), 2)
     assert core.in_flight == [2, 2, 2, 2, 2, 1] and len(set(core.served)) == 6
     assert found.tokens == 6 * 2 + 5 and found.speed == found.tokens / found.seconds
-    assert found.steady_speed is found.step_ms is found.acceptance_length is None, "none decoded alone"
+    assert found.steady_speed is found.step_ms is found.steady_length is None, "none decoded alone"
 
 
 class TwoSequences:
@@ -63,9 +63,12 @@ class TwoSequences:
 
 def test_a_run_tells_its_decode_steps_the_acceptance_and_the_prompts() -> None:
     found = run(cast(Any, TwoSequences(3)), random_requests(2, 4, 8, 9), 2)
-    assert found.tokens == 12 and found.decode_tokens == 9 and found.acceptance_length == 1.5
+    assert found.tokens == 12 and found.decode_tokens == 9 and found.steady_length == 1.5
     assert found.decode_rows == {8: 3} and found.decode_ms == [10.0] * 3 and found.step_ms == 10.0
     assert found.steady_speed == pytest.approx(300) and found.prefill_seconds == 1.0
+    assert found.kinds == {"prefill", "decode"} and found.texts["b"] == [1] * 4
+    assert found.accepted == [("a", 1), ("b", 1)] * 3 and found.acceptance_length == 2
+    assert found.acceptance_length_of(["c"]) == 1, "none of its drafts was verified"
 
 
 def test_a_run_in_which_a_request_fails_has_no_speed() -> None:
