@@ -1,7 +1,8 @@
-"""What parts of a report on an NPU are expected to find. NONE OF IT WAS MEASURED WITH THIS SERVER.
+"""What parts of a report are expected to find. NONE OF IT WAS MEASURED WITH THIS SERVER. Imports no torch.
 
-Figures are of other servers' reports, which are named, or of a model of a step of Qwen3-8B in bfloat16 on one 910B3,
-good to 20 %: 1.3 TB/s are read, 160 TFLOP/s multiplied, and a task takes 3 us beside. Imports no torch.
+Figures of an NPU are of other servers' reports, which are named, or of a model of a step of Qwen3-8B in bfloat16 on one
+910B3, good to 20 %: 1.3 TB/s are read, 160 TFLOP/s multiplied, and a task takes 3 us beside. Those of a GPU are of a
+model of an H200, from bytes, launches and rows; of products, a script measured kernels like these on one.
 """
 
 MODEL = "by the model of a step"
@@ -47,4 +48,32 @@ EXPECTED = {
         "2 ranks, attention in the graph": "taken; vllm-ascend's issue 13688 met 507009 on an A3 with CANN 9.0.0",
     },
 }
-"""Section -> part -> expectation."""
+"""Section -> part -> expectation on an NPU."""
+
+_STEADY = "tok/s at the mean length"
+FIGURES: dict[str, dict[str, float]] = {
+    "qwen3.8-27b-fp8, prompts": {"512 tokens, ms": 45, "8192 tokens, ms": 650},
+    "qwen3.8-27b-fp8, plain at 1": {_STEADY: 110},
+    "qwen3.8-27b-fp8, full blocks at 1": {_STEADY: 461},
+    "qwen3.8-27b-fp8, full blocks at 8": {_STEADY: 3190},
+    "qwen3.8-27b-fp8, full blocks at 32": {_STEADY: 5620},
+    "qwen3-8b, plain at 1": {_STEADY: 214},
+    "qwen3-8b, plain at 32": {_STEADY: 5315},
+    "qwen3-8b, full blocks at 1": {_STEADY: 1094},
+    "qwen3-8b-fp8, full blocks at 1": {_STEADY: 1445},
+    "qwen3-8b-fp8, full blocks at 8": {_STEADY: 10180},
+    "qwen3-30b-a3b-fp8, plain at 1": {_STEADY: 337},
+    "qwen3-30b-a3b-fp8, full blocks at 1": {_STEADY: 715},
+    "gpt-oss-20b, plain at 1": {_STEADY: 453},
+    "gpt-oss-20b, full blocks at 1": {_STEADY: 753},
+    "products of qwen3-8b in e4m3": {
+        f"ratio at {rows}": ratio
+        for rows, ratio in {1: 1.72, 16: 1.67, 32: 1.57, 64: 1.76, 128: 1.37, 256: 1.16, 512: 1.19}.items()
+    },
+    "products of qwen3.8-27b in e4m3": {
+        f"ratio at {rows}": ratio
+        for rows, ratio in {1: 1.81, 16: 1.80, 32: 1.57, 64: 1.92, 128: 1.27, 256: 1.02, 512: 0.99}.items()
+    },
+}
+"""Part -> figure -> value on a GPU. A ratio is the time of a layer's products in 16 bits over e4m3's, by rows. Above 64
+rows K was not split."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tools.report import predictions
+from tools.report.expected import FIGURES
 
 Report = dict[str, Any]
 
@@ -97,8 +97,19 @@ def page(report: Report) -> str:
 
 
 def figures(report: Report) -> str:
-    """Return the table of predictions and of what was measured."""
-    return table(predictions.rows(report))
+    """Return the table of what was predicted of a GPU and of what was measured."""
+    results = {part["name"]: part["result"] for section in report["sections"].values() for part in section["parts"]}
+    return table(
+        {
+            "figure": f"{part}: {figure}",
+            "predicted": float(value),
+            "by": "prototype" if part.startswith("products") else "model",
+            "measured": (measured := results.get(part, {}).get(figure)),
+            "measured / predicted": measured and round(measured / value, 2),
+        }
+        for part, values in FIGURES.items()
+        for figure, value in values.items()
+    )
 
 
 def _wrong(report: Report) -> list[dict[str, Any]]:

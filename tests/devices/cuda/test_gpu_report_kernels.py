@@ -25,9 +25,9 @@ from tests.devices.cuda.engines import GRAPHS, interpreted, use_kernels
 from tools.lab.random_weights import TARGETS, draft_for
 from tools.report import command, equality, hazards, products
 from tools.report import section as report_section
+from tools.report.expected import FIGURES
 from tools.report.operators import compared, of_graphs, of_torch
 from tools.report.part import MODELS, REAL_PAIR, Options, Result
-from tools.report.predictions import PREDICTIONS
 from tools.report.roofline import Chip
 from tools.report.sections import SECTIONS
 
@@ -175,9 +175,7 @@ def test_every_section_has_its_parts_with_the_options_of_the_command(monkeypatch
     models = dict.fromkeys(name.partition(", ")[0] for name in found["speeds"])
     assert list(models) == [model for model in MODELS if model != REAL_PAIR]
     parts = {name for names in found.values() for name in names}
-    assert {prediction.part for prediction in PREDICTIONS} <= parts | {
-        f"{model}, {way} at 32" for model in models for way in ("plain", "full blocks")
-    }
+    assert FIGURES.keys() <= parts | {f"{model}, {way} at 32" for model in models for way in ("plain", "full blocks")}
     assert len(found["operators"]) > 30 and len(found["equality"]) == 41
     assert {"copy", "matmul"} < set(found["roofline"])
     assert len(found["operators"]) == len(set(found["operators"]))
