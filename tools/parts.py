@@ -1,5 +1,6 @@
 """The command line of every tool."""
 
+import argparse
 import sys
 from typing import Any, NoReturn
 
@@ -8,7 +9,10 @@ from app.config.parser import Parser
 
 
 class ToolParser(Parser):
-    """Parser that ends the process after a mistake, which it prints."""
+    """Parser that shows its description as it is written, and ends the process after a mistake, which it prints."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
         try:

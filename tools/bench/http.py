@@ -179,9 +179,7 @@ def _synthetic(runner: asyncio.Runner, server: Server, options: argparse.Namespa
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = ToolParser(
-        prog="python -m tools.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ToolParser(prog="python -m tools.bench", description=__doc__)
     add_server_flags(parser)
     add = parser.add_argument_group("servers that the bench starts").add_argument
     about = f"{WISHES}; ratios are to the first"

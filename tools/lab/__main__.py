@@ -1,36 +1,14 @@
 """`python -m tools.lab PART ...`: measurements of this server's code, from a source tree."""
 
-import argparse
 import sys
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from app.config.error import ConfigError, nearest
-from tools.bench.command import guarded
+from tools.bench.command import guarded, out_folder
 from tools.lab import cpu, gaps, llama_cpp, products, step
 
-
-class Part(NamedTuple):
-    """A part of the laboratory. `bench` takes the options and the arguments that they were parsed from."""
-
-    help: str
-    parser: Callable[[], argparse.ArgumentParser]
-    bench: Callable[[argparse.Namespace, Sequence[str]], int]
-
-
-PARTS = {
-    "step": Part("the cost of a decode step and of its parts, by sequences and by context", step.parser, step.bench),
-    "cpu": Part("the engine on a CPU, against Transformers' `generate`", cpu.parser, cpu.bench),
-    "products": Part(
-        "products on a CPU, beside what the machine reads and multiplies", products.parser, products.bench
-    ),
-    "gaps": Part("how long streams stand still while a long prompt is read", gaps.parser, gaps.bench),
-    "llama_cpp": Part(
-        "llama.cpp's server, built from source, and this one, interleaved over HTTP on a CPU",
-        llama_cpp.parser,
-        llama_cpp.bench,
-    ),
-}
+PARTS = {"step": step, "cpu": cpu, "products": products, "gaps": gaps, "llama_cpp": llama_cpp}
+"""Modules with a `parser`, and a `bench` of its options and of the arguments that they were parsed from."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -44,13 +22,18 @@ def main(arguments: Sequence[str]) -> int:
         return ConfigError(f"python -m tools.lab: there is no part {name}", hint).show()
     part = PARTS[name]
     options = part.parser().parse_args(rest)
-    return guarded(lambda: part.bench(options, rest))
+
+    def bench() -> int:
+        out_folder(options)
+        return part.bench(options, rest)
+
+    return guarded(bench)
 
 
 def usage() -> str:
     width = max(map(len, PARTS)) + 2
     lines = ["usage: python -m tools.lab PART ...", "", "parts:"]
-    lines += [f"  {name:<{width}}{part.help}" for name, part in PARTS.items()]
+    lines += [f"  {name:<{width}}{(part.__doc__ or '').partition(':')[0]}" for name, part in PARTS.items()]
     return "\n".join([*lines, "", "`python -m tools.lab PART --help` lists the flags of a part"])
 
 

@@ -16,13 +16,12 @@ from app.config.error import ConfigError
 from app.engine.checkpoint.files import DEMO
 from app.engine.core import EngineCore
 from app.messages import Request
-from tools.bench.command import out_folder, progress
-from tools.bench.flags import add_out_flag, count
+from tools.bench.command import progress
+from tools.bench.flags import count
 from tools.bench.markdown import Row, Table
 from tools.bench.paired import Claim, Comparison, rounds
 from tools.lab import in_process, loads
-from tools.lab.publish import publish
-from tools.parts import ToolParser
+from tools.lab.publish import part_parser, publish
 
 WAYS = ("plain", "full", "auto")
 TRANSFORMERS = "transformers"
@@ -110,16 +109,12 @@ def compare(options: argparse.Namespace) -> list[Row]:
 
 
 def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    folder = out_folder(options)
     torch.set_num_threads(options.threads)
-    return publish("cpu", arguments, [Table("cpu", "A CPU", MEANING, compare(options))], folder)
+    return publish("cpu", arguments, [Table("cpu", "A CPU", MEANING, compare(options))], options.out)
 
 
 def parser() -> argparse.ArgumentParser:
-    made = ToolParser(
-        prog="python -m tools.lab cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = part_parser("cpu", __doc__)
     made.add_argument("--rounds", type=count, default=6, metavar="N", help="[default: 6]")
     made.add_argument("--threads", type=count, default=torch.get_num_threads(), metavar="N")
-    add_out_flag(made, "cpu.json")
     return made

@@ -16,13 +16,11 @@ from statistics import median
 from rich.console import Console
 
 from tools.bench.client import Answer, Server, ask, first_model
-from tools.bench.command import out_folder
-from tools.bench.flags import add_out_flag, count
+from tools.bench.flags import count
 from tools.bench.formats import Prompt
 from tools.bench.markdown import Row, Table
 from tools.bench.own_server import VARIANTS, OwnServer
-from tools.lab.publish import publish
-from tools.parts import ToolParser
+from tools.lab.publish import part_parser, publish
 
 MEANING = (
     "Seconds. A gap is the time between two chunks of a stream; those count that overlap with the reading of the "
@@ -72,7 +70,7 @@ async def measure(server: Server, options: argparse.Namespace) -> tuple[Row, lis
 
 
 def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    folder, console = out_folder(options), Console(stderr=True)
+    console = Console(stderr=True)
     with (
         OwnServer(options.variant, [options.model, *options.serve_args]) as process,
         console.status("starting") as status,
@@ -84,14 +82,12 @@ def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         status.update("measuring")
         row, answers = runner.run(measure(server, options))
     errors = [answer.error for answer in answers if answer.error]
-    publish("gaps", arguments, [Table("gaps", "Gaps", MEANING, [row])], folder, about=[str(process), *errors])
+    publish("gaps", arguments, [Table("gaps", "Gaps", MEANING, [row])], options.out, about=[str(process), *errors])
     return int(bool(errors))
 
 
 def parser() -> argparse.ArgumentParser:
-    made = ToolParser(
-        prog="python -m tools.lab gaps", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = part_parser("gaps", __doc__)
     add = made.add_argument
     add("model", nargs="?", default="demo", metavar="MODEL", help="as for `dflash-server serve` [default: demo]")
     add("--variant", choices=VARIANTS, default="plain", help="[default: plain]")
@@ -100,5 +96,4 @@ def parser() -> argparse.ArgumentParser:
     add("--prompt-tokens", type=count, default=1500, metavar="N", help="of the long prompt [default: 1500]")
     add("--seconds", type=float, default=600.0, metavar="S", help="of silence that are a failure [default: 600]")
     add("--serve-args", type=shlex.split, default=[], metavar="'...'", help="more flags of `serve`")
-    add_out_flag(made, "gaps.json")
     return made

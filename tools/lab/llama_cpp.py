@@ -30,8 +30,7 @@ from app.engine.cpu.library import processor
 from app.engine.host_cores import num_own_cores
 from tools.bench.cell import Cell
 from tools.bench.client import Server, first_model
-from tools.bench.command import out_folder
-from tools.bench.flags import add_out_flag, amount, count, counts, listed
+from tools.bench.flags import amount, count, counts, listed
 from tools.bench.formats import Prompt
 from tools.bench.http import measure
 from tools.bench.markdown import Row, Table
@@ -41,9 +40,8 @@ from tools.bench.prompts import Dataset
 from tools.bench.report import notes
 from tools.bench.traffic import Load
 from tools.lab.llama_source import LlamaCpp
-from tools.lab.publish import publish
+from tools.lab.publish import part_parser, publish
 from tools.lab.random_weights import write_checkpoints
-from tools.parts import ToolParser
 
 CACHE = Path(__file__).parents[2] / "build" / "llama.cpp"
 SLOTS = 16
@@ -265,7 +263,6 @@ class Bench:
 
 
 def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    folder = out_folder(options)
     for wished, known in ((options.pairs, PAIRS), (options.ways, WAYS)):
         for name in wished:
             if name not in known:
@@ -278,14 +275,13 @@ def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         rows.extend(found.rows())
     finally:
         if rows:
-            publish("llama_cpp", arguments, [Table("llama_cpp", "llama.cpp", MEANING, rows)], folder, about=found.about)
+            table = Table("llama_cpp", "llama.cpp", MEANING, rows)
+            publish("llama_cpp", arguments, [table], options.out, about=found.about)
     return int(any(row["failed"] for row in rows))
 
 
 def parser() -> argparse.ArgumentParser:
-    made = ToolParser(
-        prog="python -m tools.lab llama_cpp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = part_parser("llama_cpp", __doc__)
     add = made.add_argument
     add("--pairs", type=listed, default=list(PAIRS), metavar="A,B", help=f"[default: {','.join(PAIRS)}]")
     add("--ways", type=listed, default=list(WAYS), metavar="A,B", help=f"[default: {','.join(WAYS)}]")
@@ -295,5 +291,4 @@ def parser() -> argparse.ArgumentParser:
     add("--tight", type=amount, default=0.03, help="width of a known ratio's interval [default: 0.03]")
     add("--cache", type=Path, default=CACHE, metavar="FOLDER", help="that keeps llama.cpp [default: build/llama.cpp]")
     add("--serve-args", type=shlex.split, default=[], metavar="'...'", help="more flags of `serve`")
-    add_out_flag(made, "llama_cpp.json")
     return made

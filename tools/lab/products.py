@@ -15,11 +15,9 @@ from torch import Tensor
 
 from app.config.error import ConfigError
 from app.engine.cpu import linear
-from tools.bench.command import out_folder
-from tools.bench.flags import add_out_flag, count
+from tools.bench.flags import count
 from tools.bench.markdown import Row, Table
-from tools.lab.publish import publish
-from tools.parts import ToolParser
+from tools.lab.publish import part_parser, publish
 
 MEANING = (
     "Medians. `of reading` is the rate at which weights are read, of the rate at which PyTorch adds up 200 MB. `of "
@@ -93,16 +91,12 @@ def measure(options: argparse.Namespace) -> list[Row]:
 
 
 def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    folder = out_folder(options)
     torch.set_num_threads(options.threads)
-    return publish("products", arguments, [Table("products", "Products", MEANING, measure(options))], folder)
+    return publish("products", arguments, [Table("products", "Products", MEANING, measure(options))], options.out)
 
 
 def parser() -> argparse.ArgumentParser:
-    made = ToolParser(
-        prog="python -m tools.lab products", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = part_parser("products", __doc__)
     made.add_argument("--rounds", type=count, default=7, metavar="N", help="[default: 7]")
     made.add_argument("--threads", type=count, default=torch.get_num_threads(), metavar="N")
-    add_out_flag(made, "products.json")
     return made

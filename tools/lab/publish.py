@@ -1,4 +1,4 @@
-"""The end of every laboratory: tables, verdicts and JSON."""
+"""The beginning and the end of every laboratory: its parser, and its tables, verdicts and JSON."""
 
 import json
 import os
@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from tools.bench.flags import add_out_flag
 from tools.bench.markdown import Table, cpu_name
+from tools.parts import ToolParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,13 @@ class Verdict:
     def __str__(self) -> str:
         word = {True: "met", False: "MISSED", None: "unsettled"}[self.holds]
         return f"{word}: {self.claim} ({self.found})"
+
+
+def part_parser(part: str, description: str | None) -> ToolParser:
+    """Return the parser of a part, with its --out."""
+    made = ToolParser(prog=f"python -m tools.lab {part}", description=description)
+    add_out_flag(made, f"{part}.json")
+    return made
 
 
 def describe() -> str:

@@ -29,15 +29,14 @@ from app.engine.load.engine import Engine, build_engine
 from app.engine.load.loader import CheckpointWeights
 from app.engine.load.memory import CPU_KV_BYTES
 from app.engine.models.kv_pool import bytes_per_token
-from tools.bench.command import out_folder, progress
-from tools.bench.flags import add_out_flag, count, counts
+from tools.bench.command import progress
+from tools.bench.flags import count, counts
 from tools.bench.markdown import Row, Table
 from tools.bench.paired import Ratio, ratio
 from tools.lab import random_weights, simulated
-from tools.lab.publish import Verdict, publish
+from tools.lab.publish import Verdict, part_parser, publish
 from tools.lab.simulated import FLAG, survival, wish
 from tools.lab.step_timing import Bench, Measured, Shape, Split, measure, room
-from tools.parts import ToolParser
 
 CONTEXTS = [256, 512, 1024, 2048, 4096, 8192]
 LINEAR_ALLOWANCE = 0.2
@@ -75,7 +74,7 @@ class Series(NamedTuple):
 
 
 def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    folder = out_folder(settled(options))
+    options = settled(options)
     torch.set_num_threads(options.threads)
     banners = [random_weights.BANNER] * bool(options.random_weights)
     banners += [simulated.BANNER] * bool(options.simulate_acceptance)
@@ -93,7 +92,7 @@ def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         "step",
         arguments,
         tables(all_series, found, is_asynchronous=timed.is_asynchronous, acceptance_length=acceptance_length),
-        folder,
+        options.out,
         about=[*banners, describe(engine), rounds, *left_out],
         verdicts=verdicts(all_series, found),
         shapes=as_json(found),
@@ -346,9 +345,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = ToolParser(
-        prog="python -m tools.lab step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = part_parser("step", __doc__)
     add = made.add_argument_group("the models").add_argument
     add("--model", metavar="NAME", help="demo, a folder or a Hugging Face id")
     add("--draft-model", metavar="NAME", help="[default: that of a pair, else none]")
@@ -374,7 +371,6 @@ def parser() -> argparse.ArgumentParser:
     add("--contexts", type=_lengths, default=CONTEXTS, metavar="N,N", help="[default: 256 ... 8192]")
     add("--context-batches", type=_sizes, default=[1, 8], metavar="N,N", help="sequences of these [default: 1,8]")
     add("--rounds", type=count, default=9, metavar="N", help="[default: 9]")
-    add_out_flag(made, "step.json")
     return made
 
 

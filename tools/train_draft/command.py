@@ -283,9 +283,7 @@ def share(text: str) -> float:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = ToolParser(
-        prog="python -m tools.train_draft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = ToolParser(prog="python -m tools.train_draft", description=__doc__)
     add = made.add_argument
     add("target", metavar="TARGET", help="a pair's name, a folder, FILE.gguf or a Hugging Face id, as `serve` takes it")
     add("--out", type=Path, required=True, metavar="DIR", help="the draft's folder; a run that stopped goes on there")
