@@ -30,12 +30,11 @@ from app.engine.load.loader import CheckpointWeights
 from app.engine.load.memory import CPU_KV_BYTES
 from app.engine.models.kv_pool import bytes_per_token
 from tools.bench.command import progress
-from tools.bench.flags import count, counts
+from tools.bench.flags import amount, count, counts
 from tools.bench.markdown import Row, Table
 from tools.bench.paired import Ratio, ratio
 from tools.lab import random_weights, simulated
 from tools.lab.publish import Verdict, part_parser, publish
-from tools.lab.simulated import FLAG, survival, wish
 from tools.lab.step_timing import Bench, Measured, Shape, Split, measure, room
 
 CONTEXTS = [256, 512, 1024, 2048, 4096, 8192]
@@ -122,10 +121,13 @@ def load(options: argparse.Namespace) -> tuple[Engine, float | None]:
     if not options.simulate_acceptance:
         return engine, None
     if engine.draft is None:
-        raise ConfigError(f"{FLAG}: without a draft nothing is accepted", "give --draft-model")
-    rates = survival(options.simulate_acceptance, engine.draft.block_size)
-    simulated.simulate(engine.core, rates, options.seed)
-    return engine, simulated.mean_length(rates)
+        raise ConfigError("--simulate-acceptance: without a draft nothing is accepted", "give --draft-model")
+    length, block_size = options.simulate_acceptance, engine.draft.block_size
+    if not 1 <= length <= block_size:
+        given = f"--simulate-acceptance {length:g}: a block of {block_size} yields no such mean"
+        raise ConfigError(given, f"give 1 to {block_size}, the bonus token included")
+    simulated.simulate(engine.core, simulated.even_rates(length, block_size), options.seed)
+    return engine, length
 
 
 def _checkpoints(options: argparse.Namespace, folder: Path) -> tuple[Path, Path | None]:
@@ -354,8 +356,8 @@ def parser() -> argparse.ArgumentParser:
         f"to match; the demo's shape gets {random_weights.DEMO_POSITIONS} positions [default: demo]"
     )
     add("--random-weights", metavar="NAME", help=about)
-    about = "draw the number of accepted drafts: a mean acceptance length, bonus included, or a rate for each position"
-    add(FLAG, type=wish, metavar="X", help=about)
+    about = "draw the number of accepted drafts: the mean acceptance length, bonus included"
+    add("--simulate-acceptance", type=amount, metavar="X", help=about)
     add("--seed", type=int, default=0, metavar="N", help="of what is drawn [default: 0]")
     add = made.add_argument_group("their device").add_argument
     add("--device", default="auto", help="auto | cpu | cuda[:N] | npu[:N] [default: auto]")

@@ -1,57 +1,28 @@
 """Acceptance that is drawn: as long on average as is wished, and nothing else of a step is another."""
 
-import argparse
 from array import array
 from statistics import fmean
 from typing import cast
 
 import pytest
 
-from app.config.error import ConfigError
 from app.engine.schedule.batch import Batch, ScheduledSequence, StepResult
 from app.engine.sequence import Sequence
 from app.engine.step.inputs import Layout, StepInputs
 from app.engine.step.runner import ModelRunner
 from app.messages import Request
-from tools.lab.simulated import SimulatedRunner, mean_length, survival, wish
+from tools.lab.simulated import SimulatedRunner, even_rates
 
-PUBLISHED = (0.861, 0.724, 0.599, 0.504, 0.425, 0.363, 0.307, 0.262)
+PUBLISHED = [0.861, 0.724, 0.599, 0.504, 0.425, 0.363, 0.307, 0.262, *[0.0] * 7]
 
 
 @pytest.mark.parametrize("block_size", [2, 8, 16])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3573, 0.9, 1.0])
 def test_the_chance_of_every_draft_is_solved_for_the_wished_mean(block_size: int, share: float) -> None:
     length = 1 + share * (block_size - 1)
-    rates = survival([length], block_size)
-    assert mean_length(rates) == pytest.approx(length, abs=1e-9)
+    rates = even_rates(length, block_size)
+    assert 1 + sum(rates) == pytest.approx(length, abs=1e-9)
     assert rates == pytest.approx([rates[0] ** k for k in range(1, block_size)])
-
-
-def test_rates_of_positions_are_taken_as_they_are() -> None:
-    assert survival(PUBLISHED, 16) == [*PUBLISHED, *[0.0] * 7]
-    assert mean_length(survival(PUBLISHED, 16)) == pytest.approx(5.045)
-
-
-@pytest.mark.parametrize(
-    ("wished", "words"),
-    [
-        ([0.5], "block of 16"),
-        ([16.5], "block of 16"),
-        ([0.5, 0.6], "never rise"),
-        ([1.2, 0.6], "between 0 and 1"),
-        ([float("nan"), 0.5], "between 0 and 1"),
-        ([0.5] * 16, "15 drafts"),
-    ],
-)
-def test_what_cannot_be_is_refused(wished: list[float], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        survival(wished, 16)
-
-
-def test_a_wish_is_one_number_or_several() -> None:
-    assert wish("6.36") == (6.36,) and wish("0.8,0.5") == (0.8, 0.5)
-    with pytest.raises(argparse.ArgumentTypeError, match="'six'"):
-        wish("six")
 
 
 class Computed:
@@ -83,28 +54,27 @@ def drawn(rates: list[float], inputs: StepInputs, steps: int, seed: int = 0) -> 
     return [accepted for _ in range(steps) for accepted in runner.launch(inputs).read().num_accepted]
 
 
-@pytest.mark.parametrize("wished", [(1.0,), (6.36,), (15.0,), (16.0,), PUBLISHED])
-def test_the_mean_and_every_position_are_as_wished_within_sampling_error(wished: tuple[float, ...]) -> None:
-    rates = survival(wished, 16)
+@pytest.mark.parametrize("rates", [*(even_rates(length, 16) for length in (1.0, 6.36, 15.0, 16.0)), PUBLISHED])
+def test_the_mean_and_every_position_are_as_wished_within_sampling_error(rates: list[float]) -> None:
     accepted = drawn(rates, decoding(15, 15), steps=10_000)
     # A standard error is 0.053 at most: that of lengths that are 1 or 16 by halves.
-    assert 1 + fmean(accepted) == pytest.approx(mean_length(rates), abs=4 * 0.053)
+    assert 1 + fmean(accepted) == pytest.approx(1 + sum(rates), abs=4 * 0.053)
     for k, rate in enumerate(rates, start=1):
         assert fmean(count >= k for count in accepted) == pytest.approx(rate, abs=4 * 0.0036)
 
 
 def test_no_more_drafts_are_accepted_than_were_verified() -> None:
-    accepted = drawn(survival((12.0,), 16), decoding(15, 3, 0), steps=500)
+    accepted = drawn(even_rates(12.0, 16), decoding(15, 3, 0), steps=500)
     assert max(accepted[0::3]) == 15 and max(accepted[1::3]) == 3 and set(accepted[2::3]) == {0}
 
 
 def test_a_seed_draws_the_same_again() -> None:
-    rates, batch = survival((6.36,), 16), decoding(15)
+    rates, batch = even_rates(6.36, 16), decoding(15)
     assert drawn(rates, batch, 50, seed=1) == drawn(rates, batch, 50, seed=1) != drawn(rates, batch, 50, seed=2)
 
 
 def test_every_step_is_computed_and_read_and_its_tokens_are_the_targets() -> None:
     computed = Computed()
-    result = SimulatedRunner(cast(ModelRunner, computed), survival((16.0,), 16), 0).launch(decoding(15)).read()
+    result = SimulatedRunner(cast(ModelRunner, computed), even_rates(16.0, 16), 0).launch(decoding(15)).read()
     assert computed.read_steps == 1
     assert result == StepResult([list(range(16))], [15])

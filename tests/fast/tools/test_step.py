@@ -291,6 +291,7 @@ def test_random_weights_are_the_default(arguments: list[str], wanted: str | None
     ("more", "words"),
     [
         (["--simulate-acceptance", "40"], "a block of 16 yields no such mean"),
+        (["--simulate-acceptance", "0.5"], "a block of 16 yields no such mean"),
         (["--random-weights", "qwen3-9b"], "qwen3-8b, qwen3-4b, qwen3-0.6b"),
         (["--kv-cache-memory", "0.0001"], "--kv-cache-memory"),
         (["--model", "demo"], "exclude each other"),
