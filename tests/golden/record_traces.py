@@ -34,7 +34,7 @@ def record(load: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    traces = {load: record(load) for load in loads.LOADS if load != loads.MIXED}
+    traces = {load: record(load) for load in loads.LOADS}
     TRACES.write_text(json.dumps(traces, indent=1) + "\n")
     for load, texts in traces.items():
         digits = [int(digit, 16) for answer in texts["answers"] for digit in answer]

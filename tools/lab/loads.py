@@ -14,12 +14,12 @@ HOPELESS = f"prose at T = {HOPELESS_TEMPERATURE:g}"
 LOADS = (*demo.held_out(), HOPELESS)
 
 
-def requests(load: str, count: int, temperature: float = 0.0) -> list[Request]:
-    """Return the first `count` requests of one of LOADS, each with its own seed."""
+def requests(load: str, count: int) -> list[Request]:
+    """Return the first `count` requests of one of LOADS, greedy but for HOPELESS, each with its own seed."""
     hopeless = load == HOPELESS
     return [
         Request(
-            sampling=SamplingParams(temperature=HOPELESS_TEMPERATURE if hopeless else temperature, seed=index),
+            sampling=SamplingParams(temperature=HOPELESS_TEMPERATURE if hopeless else 0.0, seed=index),
             request_id=f"{load} {index}",
             token_ids=_token_ids("prose" if hopeless else load, index),
             max_tokens=MAX_TOKENS,

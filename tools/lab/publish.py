@@ -1,7 +1,6 @@
 """The beginning and the end of every laboratory: its parser, and its tables, verdicts and JSON."""
 
 import json
-import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from tools.bench.flags import add_out_flag
-from tools.bench.markdown import Table, cpu_name
+from tools.bench.markdown import Table, describe_host
 from tools.parts import ToolParser
 
 
@@ -35,11 +34,6 @@ def part_parser(part: str, description: str | None) -> ToolParser:
     return made
 
 
-def describe() -> str:
-    """Return the CPU, its cores, torch's threads and version in one line."""
-    return f"{cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
-
-
 def publish(
     part: str,
     arguments: Sequence[str],
@@ -51,13 +45,14 @@ def publish(
     **results: Any,
 ) -> int:
     """Print tables and verdicts, and write them to the folder. Returns 1 if a claim is missed, else 0."""
-    print(f"{describe()}\n\n" + "".join(f"- {line}\n" for line in about))
+    machine = f"{describe_host()}, {torch.get_num_threads()} threads"
+    print(f"{machine}\n\n" + "".join(f"- {line}\n" for line in about))
     print(*tables, sep="\n")
     print(*(f"- {verdict}" for verdict in verdicts), sep="\n")
     if folder:
         report: dict[str, Any] = {
             "command": shlex.join(["python", "-m", "tools.lab", part, *arguments]),
-            "machine": describe(),
+            "machine": machine,
             "about": list(about),
             "verdicts": [{"claim": v.claim, "holds": v.holds, "found": v.found} for v in verdicts],
             "tables": {table.name: table.rows for table in tables},
