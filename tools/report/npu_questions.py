@@ -359,9 +359,10 @@ def captures(backend: Backend, sizes: QuestionSizes) -> Result:
     """Capture graphs of the demo pair: three widths of target and two of draft for each number of sequences."""
     seqs = max(1, sizes.graphs // 5)
     counts = range(1, seqs + 1)
-    core = demo_engine(
+    engine = demo_engine(
         str(backend.device), "bfloat16", enforce_eager=True, max_num_seqs=seqs, max_num_batched_tokens=16 * seqs + 1
-    ).core
+    )
+    runner = engine.core.runner
     targets = [(n, n * width + 1) for n in counts for width in (1, 8, 16)]
     graph_sizes = GraphSizes(targets, [(n, width) for n in counts for width in (8, 16)], block_size=16, spare=1)
     captured: list[int] = []
@@ -369,8 +370,8 @@ def captures(backend: Backend, sizes: QuestionSizes) -> Result:
     before, allocated = backend.memory()[0], torch_npu.npu.memory_allocated()
     try:
         StepGraphs(
-            core.runner.forward,
-            replace(core.runner.layout, graphs=graph_sizes),
+            runner.forward,
+            replace(runner.layout, graphs=graph_sizes),
             None,
             pages=5,
             on_graph=lambda done, total: captured.append(done),
@@ -383,7 +384,7 @@ def captures(backend: Backend, sizes: QuestionSizes) -> Result:
     mib = {name: size >> 20 for name, size in taken.items()}
     found = (
         f"{count} of {wanted} graphs were captured{then}. They took {mib['device']} MiB of the device, and by torch's "
-        f"count {mib['allocator']} MiB; {backend.graph_bytes >> 20} MiB are kept for what it does not count."
+        f"count {mib['allocator']} MiB; {backend.graph_bytes([engine.target]) >> 20} MiB are kept beside a step's."
     )
     return {
         "found": found,

@@ -126,9 +126,6 @@ class Backend(ABC):
     # Graphs are faster on this device. `capture` works on every device.
     captures = False
 
-    # Memory of graphs that no peak of a step shows, because the device's libraries take it from another allocator.
-    graph_bytes = 0
-
     # Attention has another kernel for few rows of a single long request, which shares its tokens among the cores.
     splits_long_requests = False
 
@@ -181,6 +178,11 @@ class Backend(ABC):
         Raises UnsupportedError, which names what to change, if this process can capture none.
         """
         return None
+
+    def graph_bytes(self, decoders: Sequence[DecoderConfig]) -> int:
+        """Return the bytes that graphs of a rank's `decoders` take and that no peak of a step shows, because only
+        graphs take them, or the device's libraries take them from another allocator."""
+        return 0
 
     def rotary_tables(self, angles: Tensor, dtype: torch.dtype, scales: Tensor | float = 1.0) -> Rotation:
         """Return tables whose rows are a `Rotation`, for `angles` [positions, D / 2] fp32 and `scales` of pairs."""

@@ -134,7 +134,7 @@ def _load(
     states = make_states(plan, backend, comm)
     runner_over = partial(_runner, backend, comm, target, draft, states)
     step = 0 if backend.memory_is_host else step_memory(partial(runner_over, plan), backend, plan.sizes)
-    taken = 2 * step + backend.graph_bytes if plan.graph_sizes else step
+    taken = 2 * step + backend.graph_bytes(plan.decoders) if plan.graph_sizes else step
     kv = comm.minimum(kv_bytes(plan, backend, states, taken))
     plan = with_pages(plan, kv)
     return runner_over(plan, plan.num_pages, tell, partial(on_progress, "graphs")), plan

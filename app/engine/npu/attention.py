@@ -12,6 +12,8 @@ from app.engine.npu.rules import EVERY_TOKEN
 
 Lengths = dict[str, Any]
 """Lengths of one call by the operator's argument names."""
+MAX_CORES = 25
+"""AI cores that the operator's tiling has room for. A device has 20 or 24."""
 LONG_LIST = 8
 """Requests from which a ScriptList saves more than it costs, on the null device."""
 
@@ -83,3 +85,14 @@ class AttentionPlan:
         names = ("actual_seq_qlen", "actual_seq_kvlen") if sinks else ("actual_seq_lengths", "actual_seq_lengths_kv")
         kind = list if len(self.q_ends) < LONG_LIST else torch._C.ScriptList
         return {name: kind(lengths) for name, lengths in zip(names, (self.q_ends, self.host_seq_lens), strict=True)}
+
+
+def graph_workspace(heads: int, head_dim: int) -> int:
+    """Return the bytes that a call's workspace takes in a graph, whatever its lengths.
+
+    From the operator's published tiling without lengths (`flash_attention_infer_tiling.h` of CANN's ops-transformer):
+    each core has 12 tiles of 128 x 512 numbers, and of each head two partial results of 128 rows, with their
+    log-sum-exp, all in float32. op-plugin takes an element of the query's dtype, two bytes, for each byte of these.
+    """
+    tiles, partial_results = 12 * 128 * 512, 2 * heads * 128 * (head_dim + 1)
+    return 2 * ((16 << 20) + MAX_CORES * 4 * (tiles + partial_results))

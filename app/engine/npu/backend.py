@@ -21,7 +21,7 @@ from app.engine.device.moe import SWIGLU_ALPHA, ExpertWeights, MoeConfig, router
 from app.engine.device.recurrent import GatedDeltaStep
 from app.engine.errors import GraphsRefusedError, UnsupportedError
 from app.engine.npu import int8_rows, nz, rules
-from app.engine.npu.attention import AttentionPlan
+from app.engine.npu.attention import AttentionPlan, graph_workspace
 from app.engine.npu.error_codes import TILING, codes_in, explain
 from app.engine.npu.graph import Attended, NpuGraph
 from app.engine.quantised import ExpertWeight, PackedFp4, QuantisedRows, QuantisedWeight, Rows, Weight, plain
@@ -44,7 +44,6 @@ class NpuBackend(Backend):
     dtypes = (torch.bfloat16,)
     captures = True
     separate_prefill = False
-    graph_bytes = 1 << 29
     splits_long_requests = True
 
     def __init__(self, device: torch.device) -> None:
@@ -87,6 +86,10 @@ class NpuBackend(Backend):
         if os.environ.get(rules.EXPANSION_MODE, rules.AIV) == rules.AIV:
             unrolled = 1
         return rules.GRAPH_STREAMS // (1 + unrolled)
+
+    def graph_bytes(self, decoders: Sequence[DecoderConfig]) -> int:
+        """Return `Backend.graph_bytes`. All graphs share one pool, and calls of attention one workspace in it."""
+        return rules.OTHER_GRAPH_BYTES + max(graph_workspace(each.num_heads, each.head_dim) for each in decoders)
 
     def check(self, decoder: DecoderConfig, block_size: int, page_size: int, dtype: torch.dtype) -> None:
         if dtype not in self.dtypes:

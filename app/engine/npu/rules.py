@@ -21,6 +21,8 @@ AIV = "AIV"
 """The device's vector cores, which all recipes of vllm-ascend give."""
 GRAPH_STREAMS = 1800
 """Streams for graphs. A device has 2048, and vllm-ascend keeps 248 of them for the rest (its issue 9564)."""
+OTHER_GRAPH_BYTES = 1 << 27
+"""Kept for graphs in addition to attention's workspace: a guess, which the log of a start shows right or wrong."""
 NO_GRAPHS = {"TASK_QUEUE_ENABLE": "2", "ASCEND_LAUNCH_BLOCKING": "1"}
 """Variables with a value that forbids captures: torch_npu's capture_begin refuses the first, and a wait after every
 operator is refused in a capture (107030)."""

@@ -10,7 +10,7 @@ import math
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -787,6 +787,18 @@ def test_ranks_profile_a_step_each_by_itself_before_the_first_message(lucky: Pai
     assert [decode(message).number for message in ranks.messages] == list(range(len(ranks.messages)))
     assert ranks.engine.core.runner.graphs
     assert {len(text) for text in texts.values()} == {12, 13, 14, 15}
+
+
+def test_a_rank_keeps_memory_for_graphs_of_its_own_heads(lucky: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = list[list[int]]()
+
+    def graph_bytes(backend: RankedBackend, decoders: Sequence[DecoderConfig]) -> int:
+        noted.append([decoder.num_heads for decoder in decoders])
+        return 0
+
+    monkeypatch.setattr(RankedBackend, "graph_bytes", graph_bytes)
+    ranked(monkeypatch, lucky)
+    assert noted == [[2, 2], [2, 2]]
 
 
 def test_a_graph_that_one_rank_cannot_capture_is_left_out_by_all(lucky, monkeypatch, caplog):
