@@ -1,6 +1,7 @@
 """Graphs have memory of their own in the plan, because their workspaces are in no step's peak."""
 
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import app.engine.load.engine as build
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import read_config
 from app.engine.npu.backend import NpuBackend
+from app.engine.npu.graph import NpuGraph
 from tests.devices.npu.engines import SMALL, engine
 from tests.fast.engine.pairs import make_pair
 
@@ -42,9 +44,23 @@ def test_memory_is_kept_for_graphs_of_a_plan_that_has_them(tmp_path: Path, monke
     assert kept == [2 * 1000 + 7 * 2, 1000]
 
 
-def test_what_graphs_take_and_leave_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_graphs_take_and_leave_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each graph is made 32 MiB larger, which is more than its own tensors and later steps take here."""
+    held, free, capture = [], [0], NpuBackend.capture
+
+    def larger(backend: NpuBackend, *args: Any) -> NpuGraph:
+        held.append(torch.empty(32 << 20, dtype=torch.uint8, device="npu:0"))
+        graph = capture(backend, *args)
+        free[0] = torch.npu.mem_get_info()[0] >> 20
+        return graph
+
+    monkeypatch.setattr(NpuBackend, "capture", larger)
     with caplog.at_level(logging.INFO):
         engine(make_pair(tmp_path, **SMALL), max_graphs=2)
     (said,) = [record.message for record in caplog.records if record.message.startswith("graphs take ")]
-    free = torch.npu.mem_get_info()[0] >> 20
-    assert said.endswith(" MiB are free on npu:0") and abs(int(said.split()[5]) - free) < 256
+    numbers = re.fullmatch(r"graphs take (\d+) MiB, and (\d+) MiB are free on npu:0", said)
+    assert numbers, said
+    taken, left = map(int, numbers.groups())
+    assert 32 * len(held) <= taken < 32 * (len(held) + 2) and free[0] - 32 < left <= free[0]
