@@ -7,6 +7,7 @@ change the number of launches. The null device counts calls of torch_npu 2.13.0'
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,6 +24,7 @@ from tests.devices.npu.numerics import Numerics
 from tests.fast.engine.dialects import as_dflash2, in_deepspec_layout_with, rewrite_draft
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.pairs import make_pair
+from tests.fast.engine.quantised import quantise
 
 LAYERS, DRAFT_LAYERS = 36, 5
 LAYER = (
@@ -53,9 +55,11 @@ SIZES: dict[str, Any] = {
 }
 HEAD = f"| a step, {LAYERS} + {DRAFT_LAYERS} layers | tasks | launches | graphs | updates | up | down | waits |"
 EXPERTS = "experts"
-"""A way whose target has experts in all of its layers."""
+"""In the name of a way whose target has experts in all of its layers."""
+W8A8 = "W8A8"
+"""In the name of a way whose target has int8 weights."""
 WAYS = ("plain, eager", "plain, graphs", "DFlash, eager", "DFlash, graphs", "experts, graphs")
-WAYS += ("DFlash2, graphs", "DSpark, graphs")
+WAYS += ("W8A8, graphs", "W8A8 experts, graphs", "DFlash2, graphs", "DSpark, graphs")
 REWRITES = {"DFlash2": as_dflash2, "DSpark": in_deepspec_layout_with("vanilla")}
 """Other kinds of draft."""
 SAMPLED: dict[str, dict[str, Any]] = {
@@ -77,8 +81,10 @@ def main() -> None:
 
 def rows(folder: Path, way: str) -> list[str]:
     """Return the rows of a way: decode steps, for DFlash each kind, and with graphs each kind with each sampling."""
-    experts = 8 if way.startswith(EXPERTS) else 0
+    experts = 8 if EXPERTS in way else 0
     pair = make_pair(folder, num_layers=LAYERS, draft_layers=DRAFT_LAYERS, experts=experts, **SHAPE)
+    if W8A8 in way:
+        pair = replace(pair, target=quantise(pair.target, folder, "W8A8 dynamic")[0])
     if rewrite := REWRITES.get(way.partition(",")[0]):
         rewrite_draft(pair, {}, rewrite)
     draft = {"draft": None} if way.startswith("plain") else {}
