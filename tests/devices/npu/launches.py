@@ -25,6 +25,8 @@ from tests.fast.engine.dialects import as_dflash2, in_deepspec_layout_with, rewr
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.pairs import make_pair
 from tests.fast.engine.quantised import quantise
+from tools.report.npu_questions import QuestionSizes
+from tools.report.npu_questions import updates as updates_of_a_graph
 
 LAYERS, DRAFT_LAYERS = 36, 5
 LAYER = (
@@ -70,13 +72,13 @@ SAMPLED: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    """Print Markdown, and below it what is not a layer's."""
+    """Print Markdown, below it what is not a layer's, and the host's time of an update."""
     print(HEAD, "|---" * 8 + "|", sep="\n")
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode(), Numerics():
         for way in WAYS:
             lines = rows(Path(folder), way)
             print(*lines, sep="\n")
-    print("", around(), sep="\n")
+    print("", around(), "", *updates(), sep="\n")
 
 
 def rows(folder: Path, way: str) -> list[str]:
@@ -160,6 +162,15 @@ def one_step(core: EngineCore, tasks: Callable[[], int]) -> dict[str, list[int]]
 
 def around() -> str:
     return f"A layer has {len(LAYER)} tasks: "
+
+
+@torch.inference_mode()
+def updates() -> list[str]:
+    """Return what the report says of a graph's updates, by the server's pass and by torch_npu's, for graphs of some
+    sequences."""
+    backend = NpuBackend(torch.device("npu:0"))
+    sizes = {n: QuestionSizes(requests=n, kv=128, repeats=100) for n in (1, 16, 256)}
+    return [f"{n} sequences: {updates_of_a_graph(backend, size)['found']}" for n, size in sizes.items()]
 
 
 if __name__ == "__main__":
