@@ -24,9 +24,10 @@ NEEDED = ("apt-get", "dpkg", "useradd")
 
 def unmet() -> str:
     """Return what this machine lacks for the steps, or ""."""
-    if platform.machine() != "x86_64" or sys.version_info[:2] not in ((3, 11), (3, 12)) or os.geteuid():
-        return "root on amd64 is needed, and Python 3.11 or 3.12"
-    if missing := [name for name in NEEDED if shutil.which(name) is None]:
+    if platform.machine() != "x86_64" or sys.version_info[:2] not in ((3, 11), (3, 12)):
+        return "amd64 is needed, and Python 3.11 or 3.12"
+    path = f"{os.environ['PATH']}:/usr/sbin"  # which a user's may lack
+    if missing := [name for name in NEEDED if shutil.which(name, path=path) is None]:
         return f"{', '.join(missing)} are needed"
     try:
         httpx.head("https://pypi.org/simple/numpy/", timeout=10).raise_for_status()
