@@ -215,7 +215,7 @@ def experts(at: Inputs, hidden: int, moe: MoeConfig, name: str = "") -> ExpertWe
     """Return random experts, in the format `name` if this backend multiplies by it."""
     count, inner = moe.num_experts, moe.intermediate_size
 
-    def packed(out_features: int, in_features: int) -> Weight:
+    def packed(out_features: int, in_features: int, pack: Callable[[QuantisedWeight], Weight]) -> Weight:
         shape = count, out_features, in_features
         values = at.normal(*shape, scale=in_features**-0.5)
         if not name:
@@ -224,10 +224,11 @@ def experts(at: Inputs, hidden: int, moe: MoeConfig, name: str = "") -> ExpertWe
         if not at.backend.multiplies(quantised):
             return at.backend.empty_experts(values, *shape).copy_(quantised.dequantised())
         data = at.backend.empty_experts(quantised.data, *shape).copy_(quantised.data)
-        return at.backend.pack_linear(replace(quantised, data=data))
+        return pack(replace(quantised, data=data))
 
-    router = at.normal(count, hidden, scale=hidden**-0.5).float()
-    return ExpertWeights(router, packed(2 * inner, hidden), packed(hidden, inner))
+    router, backend = at.normal(count, hidden, scale=hidden**-0.5).float(), at.backend
+    gate_up = packed(2 * inner, hidden, backend.pack_gate_up)
+    return ExpertWeights(router, gate_up, packed(hidden, inner, backend.pack_linear))
 
 
 def _moe_in_mxfp4(at: Inputs, rows: int) -> Prepared:

@@ -19,6 +19,7 @@ from app.engine.npu.rules import (
     MASK_SIZE,
     MAX_AXIS,
     MAX_BLOCK_ROWS,
+    MAX_GATED_AXIS,
     MAX_TOP_K,
     MIN_EXPERTS,
     NZ,
@@ -32,8 +33,8 @@ MAX_SINK_DIM = 128
 """Head size up to which attention takes sinks."""
 SCRATCH_BLOCK = 0
 """First block of padding requests, which may have more rows than a DFlash block."""
-BFLOAT16 = 15
-"""torch.bfloat16 as an operator's integer argument."""
+FLOAT32, BFLOAT16 = 6, 15
+"""Dtypes of torch as an operator's integer arguments."""
 
 
 class ContractError(ValueError):
@@ -343,6 +344,34 @@ def _grouped_matmul_values(hold: _Holder, call: Mapping[str, Any]) -> None:
     hold("N35", int(counts.min()) >= 0 and int(counts.sum()) == rows, f"{counts.tolist()} rows of {rows}")
 
 
+def _grouped_swiglu(hold: _Holder, call: Mapping[str, Any]) -> None:
+    (weight, *weights), x = call["weight"], call["x"]
+    fits = not weights and x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[1] and x.is_contiguous()
+    hold("N45", fits, f"x {_shape(x)} with weight {_shape(weight)}, not contiguous [R, in] with one [E, in, out]")
+    hold("N45", {x.dtype, weight.dtype} == {torch.int8}, f"x is {x.dtype}, weight {weight.dtype}")
+    hold("N45", _in_nz(weight) and weight.is_contiguous(), f"weight {_shape(weight)} is not contiguous in NZ")
+    hold("N45", x.shape[1] <= MAX_AXIS, f"x {_shape(x)} is wider than {MAX_AXIS}")
+    hold("N45", weight.shape[2] <= MAX_GATED_AXIS, f"weight {_shape(weight)} is wider than {MAX_GATED_AXIS}")
+    (scale, *_), counts = call["weight_scale"], call["group_list"]
+    wanted = {
+        "weight_scale": (scale, (len(weight), weight.shape[2]), torch.float32),
+        "x_scale": (call["x_scale"], (len(x),), torch.float32),
+        "group_list": (counts, (len(weight),), torch.int64),
+    }
+    for name, (it, shape, dtype) in wanted.items():
+        fits = tuple(it.shape) == shape and it.dtype == dtype and it.is_contiguous()
+        hold("N45", fits, f"{name} is {_kind(it)}, not contiguous {dtype} {list(shape)}")
+    given = (call.get("group_list_type", 0), call.get("dequant_dtype", FLOAT32))  # a default that 2.10.0 has not
+    hold("N45", given == (1, FLOAT32), f"group_list_type, dequant_dtype are {given}")
+    named = {"x", "weight", "weight_scale", "x_scale", "group_list", "group_list_type", "dequant_dtype"}
+    hold("N45", call.keys() <= named, f"{sorted(call.keys() - named)} are given")
+
+
+def _grouped_swiglu_values(hold: _Holder, call: Mapping[str, Any]) -> None:
+    counts, rows = call["group_list"], len(call["x"])
+    hold("N45", int(counts.min()) >= 0 and int(counts.sum()) == rows, f"{counts.tolist()} rows of {rows}")
+
+
 def _unpermute(hold: _Holder, call: Mapping[str, Any]) -> None:
     rows, places, shares = call["permuted_tokens"], call["sorted_indices"], call.get("probs")
     fits = rows.dim() == 2 and places.dtype == torch.int32 and tuple(places.shape) == (len(rows),)
@@ -426,6 +455,7 @@ _CALL_RULES: dict[str, Callable[[_Holder, Mapping[str, Any]], None]] = {
     "npu_moe_gating_top_k_softmax_v2": _gating,
     "npu_moe_init_routing_v2": _init_routing,
     "npu_grouped_matmul": _grouped_matmul,
+    "npu_grouped_matmul_swiglu_quant_v2": _grouped_swiglu,
     "npu_moe_token_unpermute": _unpermute,
     "npu_clipped_swiglu": _clipped_swiglu,
     "npu_dynamic_quant": _dynamic_quant,
@@ -440,6 +470,7 @@ _VALUE_RULES: dict[str, Callable[[_Holder, Mapping[str, Any]], None]] = {
     "npu_scatter_nd_update_": _scatter_values,
     "npu_moe_init_routing_v2": _init_routing_values,
     "npu_grouped_matmul": _grouped_matmul_values,
+    "npu_grouped_matmul_swiglu_quant_v2": _grouped_swiglu_values,
     "npu_moe_token_unpermute": _unpermute_values,
 }
 

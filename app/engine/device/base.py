@@ -226,6 +226,10 @@ class Backend(ABC):
         """Return the weight [out, in], or experts [E, out, in], in the memory order that products read fastest."""
         return weight
 
+    def pack_gate_up(self, weight: QuantisedWeight) -> Weight:
+        """Return `pack_linear` of experts' gate and up [E, 2I, H], whose product a device may fuse with SwiGLU."""
+        return self.pack_linear(weight)
+
     def pack_sinks(self, sinks: Tensor) -> Tensor:
         """Return sinks [heads] of the engine's dtype in the dtype that `attention` reads."""
         return sinks.float()

@@ -81,7 +81,7 @@ def _one_by_one(
             whole = backend.empty_experts(like, *shape).copy_(whole.dequantised())
         whole[at] = one if isinstance(one, Tensor) else one.dequantised()
     if isinstance(whole, QuantisedWeight):
-        return backend.pack_linear(whole)
+        return backend.pack_gate_up(whole) if len(names) == 2 else backend.pack_linear(whole)
     if is_quantised:
         backend.count_widened(whole)
     return whole

@@ -24,7 +24,7 @@ from app.engine.npu import int8_rows, nz, rules
 from app.engine.npu.attention import AttentionPlan, graph_workspace
 from app.engine.npu.error_codes import TILING, codes_in, explain
 from app.engine.npu.graph import Attended, NpuGraph
-from app.engine.quantised import ExpertWeight, PackedFp4, QuantisedRows, QuantisedWeight, Rows, Weight, plain
+from app.engine.quantised import ExpertWeight, PackedFp4, QuantisedWeight, Rows, Weight, plain
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,8 @@ class NpuBackend(Backend):
         """Axes of a weight -> what the trial of its product found, at the first such weight."""
         self._rows_in_int8: dict[int, bool] = {}
         """Axes of a weight -> what the trial of the operator before its product found, at the first such weight."""
+        self._fuses_swiglu: bool | None = None
+        """What the trial of the experts' product with SwiGLU found, at the first such weight."""
         self._attended: list[Attended] | None = None
         self._graph_pool: tuple[int, int] | None = None
 
@@ -223,12 +225,22 @@ class NpuBackend(Backend):
             self._reads_nz[ndim] = nz.is_right(self.linear if ndim == 2 else _by_two_experts, ndim, self.device)
         return replace(weight, data=nz.in_nz(weight.data)) if self._reads_nz[ndim] else weight
 
+    def pack_gate_up(self, weight: QuantisedWeight) -> Weight:
+        """Return `Backend.pack_gate_up`, with scales in float32 if `moe` may fuse this product with SwiGLU (N45)."""
+        packed = super().pack_gate_up(weight)
+        if isinstance(packed, Tensor) or torch_npu.get_npu_format(packed.data) != rules.NZ:
+            return packed
+        if packed.data.shape[1] > rules.MAX_GATED_AXIS:
+            return packed
+        if self._fuses_swiglu is None:
+            self._fuses_swiglu = int8_rows.swiglu_is_right(_grouped, self.device)
+        return replace(packed, scales=weight.scales.float()) if self._fuses_swiglu else packed
+
     def linear(self, x: Rows, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """Return `Backend.linear`. With a quantised weight, x is in int8 with a scale for each row."""
         if isinstance(weight, Tensor):
             return super().linear(x, weight, bias)
-        if isinstance(x, Tensor):
-            x = QuantisedRows(*torch_npu.npu_dynamic_quant(x))
+        x = int8_rows.quantised(x)
         return torch_npu.npu_quant_matmul(
             x.data,
             weight.data.t(),
@@ -256,14 +268,7 @@ class NpuBackend(Backend):
         )
         in_int8 = isinstance(weights.gate_up, QuantisedWeight) and self._rows_in_int8.get(3, False)
         rows, origins, counts = int8_rows.sort(x, chosen, config.num_experts, in_int8=in_int8)
-        gate_up = _grouped(rows, weights.gate_up, weights.gate_up_bias, counts)
-        if config.swiglu_limit is None:
-            hidden = torch_npu.npu_swiglu(gate_up)
-        else:
-            hidden = torch_npu.npu_clipped_swiglu(
-                gate_up, alpha=SWIGLU_ALPHA, limit=config.swiglu_limit, bias=1.0, interleaved=False
-            )
-        out = _grouped(hidden, weights.down, weights.down_bias, counts)
+        out = _grouped(_gated(rows, weights, config, counts), weights.down, weights.down_bias, counts)
         return torch_npu.npu_moe_token_unpermute(out, origins, probs=weights_of_row.to(out.dtype))
 
     def commit_and_verify(self, step: GatedDeltaStep) -> Tensor:
@@ -314,6 +319,20 @@ class NpuBackend(Backend):
         return accelerator.peak_memory(run, torch_npu.npu)
 
 
+def _gated(rows: Rows, weights: ExpertWeights, config: MoeConfig, counts: Tensor) -> Rows:
+    """Return SwiGLU's rows [R, I] of rows [R, H] as the product by `down` takes them, both sorted by expert."""
+    gate_up, bias = weights.gate_up, weights.gate_up_bias
+    may_fuse = isinstance(weights.down, QuantisedWeight) and config.swiglu_limit is None and bias is None
+    if may_fuse and isinstance(gate_up, QuantisedWeight) and gate_up.scales.dtype == torch.float32:
+        return int8_rows.swiglu(rows, gate_up, counts)
+    product = _grouped(rows, gate_up, bias, counts)
+    if config.swiglu_limit is None:
+        return torch_npu.npu_swiglu(product)
+    return torch_npu.npu_clipped_swiglu(
+        product, alpha=SWIGLU_ALPHA, limit=config.swiglu_limit, bias=1.0, interleaved=False
+    )
+
+
 def _grouped(x: Rows, weight: ExpertWeight, bias: Tensor | None, counts: Tensor) -> Tensor:
     """Return rows [R, in], sorted by expert, times weight [E, out, in] of their expert. `counts` [E] int64 are rows.
 
@@ -321,9 +340,9 @@ def _grouped(x: Rows, weight: ExpertWeight, bias: Tensor | None, counts: Tensor)
     """
     dtype, row_scales, scales = None, None, None
     if isinstance(weight, QuantisedWeight):
-        if isinstance(x, Tensor):
-            x = QuantisedRows(*torch_npu.npu_dynamic_quant(x))
-        rows, row_scales, scales, dtype, weight = x.data, x.scales, weight.scales.flatten(1), weight.dtype, weight.data
+        x, dtype = int8_rows.quantised(x), weight.dtype
+        # They are in float32 only before a plain `down`, which SwiGLU's rows in int8 do not suit.
+        rows, row_scales, scales, weight = x.data, x.scales, weight.scales.flatten(1).to(dtype), weight.data
     else:
         rows = plain(x)
     assert isinstance(weight, Tensor)

@@ -55,6 +55,7 @@ OPERATORS = {
     "active_expert_range quant_mode",
     "npu_grouped_matmul": "x weight bias group_list split_item group_type group_list_type scale per_token_scale "
     "output_dtype",
+    "npu_grouped_matmul_swiglu_quant_v2": "x weight weight_scale x_scale group_list dequant_dtype group_list_type",
     "npu_moe_token_unpermute": "permuted_tokens sorted_indices probs",
     "npu_dynamic_quant": "input",
     "npu_add_rms_norm_dynamic_quant": "x1 x2 gamma epsilon output_mask",

@@ -8,6 +8,8 @@ MIN_EXPERTS = 2
 MAX_TOP_K = 1024
 MAX_AXIS = 65535
 """Length of an axis of a weight in a grouped or quantised product."""
+MAX_GATED_AXIS = 10240
+"""Length of gate and up together in the product of experts that is fused with their SwiGLU."""
 NZ = 29
 """Number of CANN's format FRACTAL_NZ, in tiles of 16 x 32 numbers of int8."""
 NZ_TILE = 32

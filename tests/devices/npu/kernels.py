@@ -294,6 +294,27 @@ def grouped_matmul(
     return [out.to(x[0].dtype)]
 
 
+def grouped_matmul_swiglu_quant_v2(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    weight_scale: Sequence[Tensor],
+    x_scale: Tensor,
+    group_list: Tensor,
+    *,
+    dequant_dtype: int | None = None,
+    group_list_type: int = 0,
+    **others: Any,
+) -> tuple[Tensor, Tensor]:
+    """dynamic_quant of the swiglu of one int8 x [R, in], whose next group_list[e] rows are multiplied by weight
+    [E, in, out] of e, times weight_scale [E, out] and x_scale [R]. Nothing is rounded in between."""
+    given = [name for name, it in others.items() if it is not None]
+    if group_list_type != 1 or given or not len(weight) == len(weight_scale) == 1:
+        raise NotImplementedError(f"no CPU reference for {group_list_type=}, {given=}")
+    parts = zip(x.double().split(group_list.tolist()), weight[0].double(), weight_scale[0].double(), strict=True)
+    whole = torch.cat([part @ of_expert * scales for part, of_expert, scales in parts])
+    return dynamic_quant(swiglu((whole * x_scale.double().unsqueeze(-1)).float()))
+
+
 def moe_token_unpermute(
     permuted_tokens: Tensor,
     sorted_indices: Tensor,
@@ -377,6 +398,7 @@ KERNELS = {
     "npu_moe_gating_top_k_softmax_v2": moe_gating_top_k_softmax_v2,
     "npu_moe_init_routing_v2": moe_init_routing_v2,
     "npu_grouped_matmul": grouped_matmul,
+    "npu_grouped_matmul_swiglu_quant_v2": grouped_matmul_swiglu_quant_v2,
     "npu_moe_token_unpermute": moe_token_unpermute,
     "npu_dynamic_quant": dynamic_quant,
     "npu_add_rms_norm_dynamic_quant": add_rms_norm_dynamic_quant,

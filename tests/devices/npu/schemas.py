@@ -75,6 +75,11 @@ EXPECTED = [
     "int? group_type=None, int? group_list_type=0, int? act_type=0, int[]? tuning_config=None, "
     "int? output_dtype=None, int? x_dtype=None, int? weight_dtype=None, int? scale_dtype=None, "
     "int? per_token_scale_dtype=None) -> Tensor[]",
+    "npu_grouped_matmul_swiglu_quant_v2(Tensor x, Tensor[] weight, Tensor[] weight_scale, Tensor x_scale, "
+    "Tensor group_list, *, Tensor? smooth_scale=None, Tensor[]? weight_assist_matrix=None, Tensor? bias=None, "
+    "int? dequant_mode=0, int? dequant_dtype=6, int? quant_mode=0, int? quant_dtype=1, int? group_list_type=0, "
+    "int[]? tuning_config=None, int? x_dtype=None, int? weight_dtype=None, int? weight_scale_dtype=None, "
+    "int? x_scale_dtype=None) -> (Tensor, Tensor)",
     "npu_moe_token_unpermute(Tensor permuted_tokens, Tensor sorted_indices, Tensor? probs=None, "
     "bool padded_mode=False, int[]? restore_shape=None) -> Tensor",
     "npu_dynamic_quant(Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, int? dst_type=None, "
@@ -94,7 +99,8 @@ IN_THE_IMAGE = {
     "npu_add_rms_norm_dynamic_quant": {
         "bool[2]? output_mask=None": "bool[2] output_mask=[]",
         "int? y_dtype": "ScalarType? y_dtype",
-    }
+    },
+    "npu_grouped_matmul_swiglu_quant_v2": {"int? dequant_dtype=6": "int? dequant_dtype=0"},
 }
 """Operator -> how 2.10.0.post4 writes arguments that 2.13.0 writes otherwise. The calls fit both."""
 

@@ -1,5 +1,6 @@
 """Products with int8 weights on device "npu:0", whose rows of activations are quantised one by one."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.costs import landing_ones
 from tests.devices.npu.calls import normal
 from tests.devices.npu.engines import HOST_PROCESSOR, LUCKY, engine, requests
 from tests.devices.npu.null_device import traced
+from tests.devices.npu.numerics import Numerics
 from tests.fast.engine.pairs import make_pair
 from tests.fast.engine.quantised import quantise
 
@@ -129,7 +131,7 @@ def test_rows_are_quantised_by_a_launch_more_where_the_operator_before_is_wrong_
             weight = backend.pack_linear(int8(48, 96))
             return backend.linear(backend.norm_for(x, x, x[0], 1e-6, [weight])[0], weight)
         moe = MoeConfig(num_experts=2, num_experts_per_tok=1, intermediate_size=32, norm_topk_prob=True)
-        gate_up, down = (backend.pack_linear(experts(*shape)) for shape in ((2, 64, 96), (2, 96, 32)))
+        gate_up, down = backend.pack_gate_up(experts(2, 64, 96)), backend.pack_linear(experts(2, 96, 32))
         return backend.moe(x, ExpertWeights(normal(2, 96, seed=2).float().to("npu:0"), gate_up, down), moe)
 
     wanted = result().cpu().float()
@@ -139,6 +141,65 @@ def test_rows_are_quantised_by_a_launch_more_where_the_operator_before_is_wrong_
         torch.testing.assert_close(result().cpu().float(), wanted, rtol=0.02, atol=0.02 * float(wanted.abs().max()))
     (line,) = [line for line in caplog.messages if "by a launch more" in line]
     assert name in line and ("not in libopapi.so" in line) == (fault == "refused")
+
+
+def with_(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Any]], None]:
+    def spoil(call: dict[str, Any]) -> None:
+        (own,) = call[name]
+        call[name] = [change(own.cpu()).to("npu:0")]
+
+    return spoil
+
+
+SPOILED: dict[str, Callable[[dict[str, Any]], None]] = {
+    "refused": lambda call: refused(),
+    "up is gated": with_("weight", lambda it: it.roll(it.shape[2] // 2, 2)),
+    "gate and up by turns": with_("weight", lambda it: torch.stack(it.chunk(2, 2), 3).flatten(2)),
+    "rows of a tile only": with_("weight", lambda it: it.index_fill(1, torch.arange(128, it.shape[1]), 0)),
+    "a weight of another expert": with_("weight", lambda it: it.roll(1, 0)),
+    "one scale for all columns": with_("weight_scale", lambda it: it[:, :1].expand_as(it).contiguous()),
+    "scales of another expert": with_("weight_scale", lambda it: it.roll(1, 0)),
+    "one scale for all rows": lambda call: call.update(x_scale=torch.ones_like(call["x_scale"])),
+}
+
+
+@pytest.mark.parametrize("fault", [*SPOILED, "inverted scales", "a row left out"])
+def test_experts_swiglu_takes_two_launches_more_where_its_operator_is_wrong_or_refused(
+    numerics: Numerics, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "npu_grouped_matmul_swiglu_quant_v2"
+    operator = getattr(torch_npu, name)
+    monkeypatch.setattr(numerics, "lift", frozenset({"N45"}))  # what the operator makes of a right call is wrong
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        call = dict(zip(("x", "weight", "weight_scale", "x_scale", "group_list"), args, strict=True)) | kwargs
+        SPOILED.get(fault, lambda call: None)(call)
+        found = operator(**call)
+        if fault == "a row left out":
+            found[0][-1].fill_(-1)
+        return inverted(found) if fault == "inverted scales" else found
+
+    moe = MoeConfig(num_experts=2, num_experts_per_tok=1, intermediate_size=32, norm_topk_prob=True)
+    x, router = normal(3, 96).to("npu:0"), normal(2, 96, seed=2).float().to("npu:0")
+    launches = []
+    for _ in range(2):
+        backend = NpuBackend(torch.device("npu:0"))
+        gate_up, down = backend.pack_gate_up(experts(2, 64, 96)), backend.pack_linear(experts(2, 96, 32))
+        assert torch_npu.get_npu_format(gate_up.data) == NZ
+        with traced() as trace:
+            backend.moe(x, ExpertWeights(router, gate_up, down), moe)
+        launches.append(sum(trace.launches.values()))
+        monkeypatch.setattr(torch_npu, name, faulty)
+    assert launches[1] == launches[0] + 2
+    (line,) = [line for line in caplog.messages if "two launches more" in line]
+    assert name in line and ("not in libopapi.so" in line) == (fault == "refused")
+
+
+@pytest.mark.parametrize(("inner", "fuses"), [(5120, True), (5136, False)])
+def test_gate_and_up_that_are_too_wide_are_multiplied_alone(backend: NpuBackend, inner: int, fuses: bool) -> None:
+    packed = backend.pack_gate_up(experts(2, 2 * inner, 32))
+    assert isinstance(packed, QuantisedWeight) and torch_npu.get_npu_format(packed.data) == NZ
+    assert packed.scales.dtype == (torch.float32 if fuses else torch.bfloat16)
 
 
 def experts(*shape: int) -> QuantisedWeight:
@@ -292,14 +353,15 @@ def test_experts_in_int8_are_those_of_the_quantised_numbers(backend: NpuBackend)
         data = torch.stack([weight.data for weight in weights]).to("npu:0")
         scales = torch.stack([weight.scales for weight in weights]).to("npu:0")
         own = QuantisedWeight(backend.empty_experts(data, *data.shape).copy_(data), scales, torch.bfloat16)
-        put[name] = backend.pack_linear(own)
+        put[name] = backend.pack_gate_up(own) if name == "gate_up" else backend.pack_linear(own)
         assert torch_npu.get_npu_format(put[name].data) == NZ
     rows = x.to("npu:0")
     with traced() as trace:
         found = backend.moe(rows, ExpertWeights(**put), moe)
     assert trace.waits == []
-    wanted_launches = {"aclnnMoeInitRoutingV3": 1, "aclnnDynamicQuantV2": 1, "aclnnGroupedMatmulWeightNz": 2}
-    assert wanted_launches.items() <= trace.launches.items()
+    products = {"aclnnGroupedMatmulSwigluQuantWeightNzV2": 1, "aclnnGroupedMatmulWeightNz": 1}
+    assert ({"aclnnMoeInitRoutingV3": 1} | products).items() <= trace.launches.items()
+    assert trace.launches.keys().isdisjoint({"aclnnDynamicQuantV2", "aclnnSwiGlu"})
     dense = {name: torch.stack([weight.dequantised().float() for weight in weights]) for name, weights in parts.items()}
     wanted = mixture(x.float(), ExpertWeights(router, **dense), moe)
     errors = (found.cpu().float() - wanted).norm(dim=1) / wanted.norm(dim=1)
@@ -314,7 +376,7 @@ def test_a_w8a8_target_with_experts_has_the_same_text_with_drafts_and_without(tm
     plain = engine(pair, enforce_eager=False, draft=None).run(asked)
     core = engine(pair, enforce_eager=False)
     _, experts = core.runner.forward.target.layers[0].mixture
-    assert experts.gate_up.data.dtype == torch.int8 and experts.gate_up.scales.dtype == torch.bfloat16
+    assert experts.gate_up.data.dtype == torch.int8 and experts.gate_up.scales.dtype == torch.float32
     assert isinstance(experts.down, Tensor) == (how == "some layers plain")
     assert core.runner.backend.quantised_bytes > experts.gate_up.data.numel() * len(core.runner.forward.target.layers)
     assert core.run(asked) == plain

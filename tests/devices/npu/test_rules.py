@@ -106,6 +106,13 @@ def grouped() -> dict[str, Any]:
     return {"x": [new(6, 64)], "weight": [new(3, 64, 32)], "group_list": ints(1, 0, 5).long(), **modes}
 
 
+def grouped_swiglu() -> dict[str, Any]:
+    numbers = {"x": new(6, 64, dtype=torch.int8), "weight": [nz.in_nz(new(3, 32, 64, dtype=torch.int8)).mT]}
+    scales = {"weight_scale": [new(3, 32, dtype=torch.float32)], "x_scale": new(6, dtype=torch.float32)}
+    modes = {"group_list_type": 1, "dequant_dtype": torch.float32}
+    return {**numbers, **scales, "group_list": ints(1, 0, 5).long(), **modes}
+
+
 def unpermute() -> dict[str, Any]:
     places = ints(3, 0, 5, 4, 1, 2)
     return {"permuted_tokens": new(6, 64), "sorted_indices": places, "probs": new(3, 2)}
@@ -139,6 +146,11 @@ def quantised_in_nz() -> dict[str, Any]:
     return quantised() | scales | {"x2": nz.in_nz(new(64, 64, dtype=torch.int8)).mT}
 
 
+def wide_gate_up() -> dict[str, Any]:
+    weight = nz.in_nz(new(3, 10272, 64, dtype=torch.int8)).mT
+    return {"weight": [weight], "weight_scale": [new(3, 10272, dtype=torch.float32)]}
+
+
 def wide_quantised(out: int, columns: int) -> dict[str, Any]:
     numbers = {"x1": new(3, columns, dtype=torch.int8), "x2": new(out, columns, dtype=torch.int8).t()}
     return quantised() | numbers | {"scale": new(out, dtype=torch.float32), "bias": new(out)}
@@ -158,6 +170,7 @@ OPERATORS: dict[Callable[[], dict[str, Any]], str] = {
     gating: "npu_moe_gating_top_k_softmax_v2",
     routing: "npu_moe_init_routing_v2",
     grouped: "npu_grouped_matmul",
+    grouped_swiglu: "npu_grouped_matmul_swiglu_quant_v2",
     unpermute: "npu_moe_token_unpermute",
     clipped: "npu_clipped_swiglu",
     quantising: "npu_dynamic_quant",
@@ -268,6 +281,18 @@ WRONG: list[tuple[str, Callable[[], dict[str, Any]], str, Change]] = [
     ("N35", grouped, "one expert", lambda call: call.update(weight=[new(1, 64, 32)], group_list=ints(6).long())),
     ("N35", grouped, "a bias in bfloat16", with_(bias=[new(3, 32)])),
     ("N35", grouped, "a weight that is too wide", with_(weight=[new(3, 64, 65536)])),
+    ("N45", grouped_swiglu, "rows in bfloat16", on("x", Tensor.bfloat16)),
+    ("N45", grouped_swiglu, "a weight in rows", with_(weight=[new(3, 64, 32, dtype=torch.int8)])),
+    ("N45", grouped_swiglu, "a weight as linear takes it", on("weight", lambda it: [it[0].mT])),
+    ("N45", grouped_swiglu, "gate and up that are too wide", lambda call: call.update(wide_gate_up())),
+    ("N45", grouped_swiglu, "scales in bfloat16", on("weight_scale", lambda it: [it[0].bfloat16()])),
+    ("N45", grouped_swiglu, "scales as files have them", on("weight_scale", lambda it: [it[0][..., None]])),
+    ("N45", grouped_swiglu, "scales of other rows", with_(x_scale=new(5, dtype=torch.float32))),
+    ("N45", grouped_swiglu, "counts read as ends", lambda call: call.pop("group_list_type")),
+    ("N45", grouped_swiglu, "counts that leave rows out", with_(group_list=ints(1, 0, 4).long())),
+    ("N45", grouped_swiglu, "counts of int32", on("group_list", Tensor.int)),
+    ("N45", grouped_swiglu, "another dtype in between", with_(dequant_dtype=torch.bfloat16)),
+    ("N45", grouped_swiglu, "smoothed rows", with_(smooth_scale=new(3, 16, dtype=torch.float32))),
     ("N36", unpermute, "places of int64", on("sorted_indices", Tensor.long)),
     ("N36", unpermute, "a place twice", with_(sorted_indices=ints(3, 0, 5, 4, 1, 1))),
     ("N36", unpermute, "weights in float32", on("probs", Tensor.float)),
