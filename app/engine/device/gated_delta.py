@@ -92,25 +92,26 @@ def unit_inverse(system: Tensor) -> Tensor:
     -B^-1 C A^-1. From halves of one row on, all corners of a size are two products, so an NPU's cube does the work. The
     series I - L + L^2 - ... would take as few, and lose all digits where keys are nearly equal.
     """
-    eye, *corners = _corners(system.shape[-1], system.device)
-    if not corners:
-        return eye.expand_as(system)
-    systems = system.flatten(0, -3)
-    inverse = torch.addcmul(eye, systems, corners[0], value=-1)
-    for corner in corners[1:]:
-        inverse = torch.baddbmm(inverse, inverse @ (systems * corner), inverse, alpha=-1)
+    eyes, masks = _corners(system.shape[-1], system.device)
+    inverse, *corners = torch.addcmul(eyes, system.flatten(0, -3), masks)
+    for corner in corners:
+        inverse = torch.baddbmm(inverse, inverse @ corner, inverse, alpha=-1)
     return inverse.view(system.shape)
 
 
 @cache
-def _corners(size: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Return I, and 1 in the corners between halves of 1, 2, 4, ... rows, each [size, size]."""
+def _corners(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return I and zeros, and masks of the corners between halves of 1, 2, 4, ... rows, each [corners, 1, size, size].
+
+    The first mask is -1, because the inverse of two rows is I - L.
+    """
     row = torch.arange(size, device=device)
     corners = []
-    for half in (1 << i for i in range((size - 1).bit_length())):
+    for half in (1 << i for i in range(max(1, (size - 1).bit_length()))):
         part, pair = row // half, row // (2 * half)
         corners.append(((pair[:, None] == pair) & (part[:, None] > part)).float())
-    return torch.eye(size, device=device), *corners
+    eye, *others = torch.eye(size, device=device), *(torch.zeros_like(corner) for corner in corners[1:])
+    return torch.stack((eye, *others))[:, None], torch.stack((-corners[0], *corners[1:]))[:, None]
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:
