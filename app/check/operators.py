@@ -357,7 +357,7 @@ def _commit_and_verify(at: Inputs, batch: int, width: int, k_heads: int, v_heads
         at.int32([40] * (2 * batch + 1)),
     )
     gates = at.normal(v_heads).float() - 1, at.normal(v_heads).float() - 1
-    weights = GatedDeltaWeights(at.normal(shape.channels, 4), *gates)
+    weights = GatedDeltaWeights.of(at.normal(shape.channels, 4), *gates)
     slots, next_slots = at.int32(1 + each), at.int32(1 + batch + each)
     starts, lens = at.int32((40 + accepted) * ~is_new), at.int32(counts)
     row, first = torch.arange(width), counts.cumsum(0) - counts
@@ -387,7 +387,7 @@ def _commit_prompts(at: Inputs, count: int, k_heads: int, v_heads: int, dim: int
         at.int32([40] * 6),
     )
     gates = at.normal(v_heads).float() - 1, at.normal(v_heads).float() - 1
-    weights = GatedDeltaWeights(at.normal(shape.channels, 4), *gates)
+    weights = GatedDeltaWeights.of(at.normal(shape.channels, 4), *gates)
     slots, next_slots, split_slots = (at.int32(numbers).long() for numbers in ([1, 2], [3, 4], [0, 5]))
     rows = at.int32([0, 45]), at.int32([0, count]), at.int32([0, count, 2 * count + 7])
     inputs, parts = at.normal(2 * count + 7, shape.input_width), [[count], [count, 7]]

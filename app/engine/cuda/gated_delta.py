@@ -42,7 +42,7 @@ def commit_and_verify(step: GatedDeltaStep) -> Tensor:
         step.inputs.stride(0),
         gates,
         gates.stride(0),
-        *step.weights,
+        *step.weights[:3],
         *seqs,
         memory.conv,
         memory.pending,

@@ -56,7 +56,7 @@ def commit_prompts(step: GatedDeltaPrompts) -> Tensor:
         inputs.stride(0),
         gates,
         gates.stride(0),
-        *step.weights,
+        *step.weights[:3],
         *prompts,
         num_prompts,
         memory.conv,

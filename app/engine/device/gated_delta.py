@@ -34,10 +34,10 @@ def l2norm(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + L2_EPS)
 
 
-def short_conv(before: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+def short_conv(before: Tensor, rows: Tensor, taps: Tensor) -> Tensor:
     """Return silu of the causal depthwise convolution of rows [S, W, C], which follow the rows `before` [S, K - 1, C].
-    The last column of the weight [C, K] is for the row itself."""
-    num_rows, taps = rows.shape[1], weight.float().t()
+    The last of the taps [K, C] in fp32 is for the row itself."""
+    num_rows = rows.shape[1]
     x = torch.cat((before, rows), dim=1).float()
     out = x[:, :num_rows] * taps[0]
     for j in range(1, len(taps)):
@@ -47,7 +47,7 @@ def short_conv(before: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
 
 def last_rows(before: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
     """Return the last K - 1 rows of `before` [S, K - 1, C] and the first `counts[s]` of rows [S, W, C]."""
-    sequences, columns = (_numbers(size, counts.device) for size in before.shape[:2])
+    sequences, columns = (_numbers(size, 1, counts.device) for size in before.shape[:2])
     return torch.cat((before, rows), dim=1)[sequences[:, None], (counts[:, None] + columns).long()]
 
 
@@ -149,13 +149,13 @@ def advance(
     num_heads, k_dim, v_dim = state.matrix.shape[1:]
     channels, num_rows = state.conv.shape[2], inputs.shape[1]
     keys = (channels - num_heads * v_dim) // 2
-    is_row = None if counts is None else (_numbers(num_rows, counts.device) < counts[:, None])[..., None]
+    is_row = None if counts is None else (_numbers(num_rows, 1, counts.device) < counts[:, None])[..., None]
     if is_row is not None:
         inputs = torch.where(is_row, inputs, 0.0)
     mixed, b, a = inputs.split_with_sizes([channels, num_heads, num_heads], dim=2)
-    q, k, v = short_conv(state.conv, mixed, weights.conv).tensor_split([keys, 2 * keys], dim=2)
+    q, k, v = short_conv(state.conv, mixed, weights.taps[:, :channels]).tensor_split([keys, 2 * keys], dim=2)
     q, k = (part.unflatten(2, (-1, k_dim)) for part in (q, k))
-    log_decay = -weights.a_log.exp() * F.softplus(a.float() + weights.dt_bias)
+    log_decay = F.softplus(a + weights.dt_bias) * weights.rates[:, 1, 0]
     beta = b.float().sigmoid()
     if is_row is not None:  # a row without decay and beta does not change the state
         log_decay, beta = torch.where(is_row, log_decay, 0.0), torch.where(is_row, beta, 0.0)
@@ -173,12 +173,12 @@ class Places(NamedTuple):
     is_new: Tensor | None  # [S], or None if no sequence is
     accepted: Tensor  # [L, S]
     block: int  # b
-    is_none: Tensor  # [L, S, b + W]
-    ordered: Tensor  # [L, S, K - 1 + b + K - 1 + W], rows of conv, pending, new, zero
+    windows: Tensor  # [L, S * (b + W + 1) * K], rows of all sequences' inputs: conv, pending, new, and none
+    ends: Tensor  # [L, S * Nv], rows of `between`: the decays up to the last accepted row
     outputs: tuple[Tensor, Tensor]  # sequences and columns of the step's rows, each [R]
 
 
-def _of_layer(step: GatedDeltaStep) -> tuple[Places, int]:
+def places_of(step: GatedDeltaStep) -> tuple[Places, int]:
     """Return places, and which of their layers this one is. A layer that failed in a step has not committed what those
     before it have, so each has its own number of accepted rows."""
     if step.shared is None:
@@ -192,25 +192,63 @@ def _of_layer(step: GatedDeltaStep) -> tuple[Places, int]:
 
 def _places(step: GatedDeltaStep, num_tokens: Tensor) -> Places:
     memory, device = step.memory, step.inputs.device
-    block, width, before = memory.pending.shape[1], step.rows.shape[1], memory.conv.shape[1]
-    is_new = (step.starts == 0) | (step.slots == 0)  # the slot's previous sequence does not count
-    accepted = (step.starts - num_tokens[:, step.slots]).clamp(0, block).masked_fill(is_new, 0)
+    block, width, num_before = memory.pending.shape[1], step.rows.shape[1], memory.conv.shape[1]
+    starts = step.starts * (step.slots != 0)  # in padding a sequence begins, as scratch may hold anything
+    is_new = starts == 0  # the slot's previous sequence does not count
+    accepted = (starts - num_tokens[:, step.slots]).clamp(0, block)
     if step.can_wait:
         # A plain step has one pending row, so the width of a block would take most of the time.
         block = int(accepted.max())
-    rows, columns, parts = _columns(before, block, width, device)
-    old = (~is_new).to(torch.int32).expand_as(accepted)
+    rows, numbers, parts, moves = _windows(num_before, block, width, device)
+    old = starts.expand_as(accepted)  # any number above 0 keeps all of conv's rows
     counts = torch.stack((old, accepted, old, step.counts.expand_as(accepted)), dim=2)
-    is_none = columns >= counts.index_select(2, parts)
-    rows = (rows + accepted[..., None] * (parts == 2)).masked_fill(is_none, before + block + width)
+    is_none = numbers >= counts.index_select(2, parts)
+    each = num_before + block + width + 1
+    rows = rows + _numbers(len(starts), each, device)[:, None]
+    windows = (rows + accepted[..., None] * moves).masked_fill_(is_none, each - 1)
+    num_heads, each = memory.matrix.shape[1], 2 * (1 + block + width)
+    ends = _numbers(len(starts) * num_heads, each, device).view(-1, num_heads) + accepted[..., None]
     return Places(
         None if step.can_wait and not is_new.any() else is_new,
         accepted,
         block,
-        torch.cat((is_none[..., before : before + block], is_none[..., -width:]), dim=2),
-        rows,
+        windows.flatten(1),
+        ends.flatten(1),
         (step.places // width, step.places % width),
     )
+
+
+class Convolved(NamedTuple):
+    """What the delta rule is made of, for b pending and W new rows. The gates of a row that does not count leave no
+    beta and no decay."""
+
+    mixed: Tensor  # [S, b + W, C] fp32: silu of the convolution
+    gates: Tensor  # [S, b + W, 2 Nv] fp32
+    last_inputs: Tensor  # [S, K - 1, C]: the convolution's, up to the last accepted row
+
+
+def convolved(step: GatedDeltaStep, new: Tensor, places: Places, layer: int) -> Convolved:
+    """Return the convolution of the pending rows and of `new` ones [S, W, C + 2 Nv].
+
+    A row's K inputs are gathered side by side, because an NPU launches few operators faster than it moves fewer bytes.
+    """
+    memory, taps = step.memory, step.weights.taps
+    channels, (sequences, _, width) = memory.conv.shape[2], new.shape
+    before = F.pad(memory.conv[step.slots], (0, width - channels))
+    none = _none(channels, width, new.dtype, new.device).expand(sequences, 1, -1)
+    inputs = torch.cat((before, memory.pending[step.slots, : places.block], new, none), dim=1)
+    windows = inputs.flatten(0, 1).index_select(0, places.windows[layer]).view(sequences, -1, len(taps), width)
+    rows = (windows * taps).sum(dim=2)[:, :-1]
+    return Convolved(F.silu(rows[..., :channels]), rows[..., channels:], windows[:, -1, 1:, :channels])
+
+
+def logs_of(gates: Tensor, weights: GatedDeltaWeights) -> Tensor:
+    """Return the logs of beta and of the decay [S, Nv, 2, P] of gates [S, P, 2 Nv] in fp32.
+
+    Beta is the sigmoid of its gate, and log sigmoid(b) is -softplus(-b), so one operator serves both.
+    """
+    gates = gates.unflatten(2, (2, -1)).permute(0, 3, 2, 1)
+    return F.softplus(torch.addcmul(weights.biases, gates, weights.signs)) * weights.rates
 
 
 def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] = l2norm) -> Tensor:
@@ -218,57 +256,44 @@ def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] =
 
     The first layer of a forward finds the places of its rows for all.
     """
-    weights, memory = step.weights, step.memory
+    weights, memory, width = step.weights, step.memory, step.rows.shape[1]
     num_heads, k_dim, v_dim = memory.matrix.shape[1:]
-    num_before, channels, width = memory.conv.shape[1], memory.conv.shape[2], step.rows.shape[1]
-    keys = (channels - num_heads * v_dim) // 2
+    keys = (memory.conv.shape[2] - num_heads * v_dim) // 2
     k_heads = keys // k_dim
-    places, layer = _of_layer(step)
-    accepted, block, device = places.accepted[layer], places.block, step.inputs.device
-    rows_between, never = _fixed(block, width, device)
+    places, layer = places_of(step)
+    num_rows = places.block + width
+    of_logs, never = _fixed(num_rows, step.inputs.device)
 
-    pending, new = memory.pending[step.slots, :block], whole_inputs(step)[step.rows]
-    before, state = memory.conv[step.slots], memory.matrix[step.slots]
+    new, state = whole_inputs(step)[step.rows], memory.matrix[step.slots]
     if places.is_new is not None:
-        state = state.masked_fill(places.is_new[:, None, None, None], 0.0)
-    # A row that does not count is one of zeros, and has no beta and no decay.
-    zero = _zero(channels, before.dtype, device).expand(len(before), 1, -1)
-    whole = torch.cat((before, pending[..., :channels], new[..., :channels], zero), dim=1)
-    whole = whole[_numbers(len(state), device)[:, None], places.ordered[layer]]
-    last_inputs = whole[:, num_before + block : -width]
-    mixed = short_conv(whole[:, :num_before], whole[:, num_before:], weights.conv)
-    mixed = torch.cat((mixed[:, :block], mixed[:, -width:]), dim=1)
-    gates = torch.cat((pending[..., channels:], new[..., channels:]), dim=1).float()
-    gates = gates.masked_fill(places.is_none[layer, ..., None], _NEVER).mT
-    b, a = gates.unflatten(1, (2, num_heads)).unbind(1)
-    beta = b.sigmoid()[..., None]
-    slowing = F.softplus(a + weights.dt_bias[:, None]) * weights.a_log.exp()[:, None]
-    slowing = slowing.flatten(0, 1)
-    # Row 0 and column 0 are the state, and row t has the decay from each row up to itself.
-    between = torch.addmm(never, slowing, rows_between).exp()
-    between = between.view(-1, num_heads, block + width + 1, block + width + 1)
+        state.masked_fill_(places.is_new[:, None, None, None], 0.0)
+    mixed, gates, last_inputs = convolved(step, new, places, layer)
+    # Row 0 and column 0 are the state. Row t has the decay from each row up to itself, and for k also its own beta.
+    between = torch.addmm(never, logs_of(gates, weights).reshape(-1, len(of_logs)), of_logs).exp_()
+    between = between.view(-1, num_heads, 2, 1 + num_rows, 1 + num_rows)
+    of_rows = between[..., 1:, :]
+    beta = of_rows[:, :, 1, :, 1:].diagonal(dim1=2, dim2=3)[..., None]
 
     qk = mixed[..., : 2 * keys].unflatten(2, (2, k_heads, k_dim)).permute(0, 3, 2, 1, 4).contiguous()
     qk = normed(qk)
     k, qk = qk[:, :, 1], qk.flatten(2, 3)
-    products = (qk @ k.mT).unflatten(2, (2, -1))
-    grouped = between[..., 1:, 1:].unflatten(1, (k_heads, -1)).unsqueeze(3)
-    seen, system = (products.unsqueeze(2) * grouped).flatten(1, 2).unbind(2)
-    qk = qk.unsqueeze(2).expand(-1, -1, num_heads // k_heads, -1, -1).flatten(1, 2)
+    products = (qk @ k.mT).unflatten(2, (2, -1)).unsqueeze(2)
+    seen, system = (products * of_rows[..., 1:].unflatten(1, (k_heads, -1))).flatten(1, 2).unbind(2)
 
-    of_state = (qk @ state).unflatten(2, (2, -1)) * between[..., 1:, :1].unsqueeze(2)
+    of_state = qk.unsqueeze(2) @ state.unflatten(1, (k_heads, -1))
+    of_q, of_k = of_state.flatten(1, 2).unflatten(2, (2, -1)).mul_(of_rows[..., :1]).unbind(2)
     v = mixed[..., 2 * keys :].unflatten(2, (num_heads, v_dim)).transpose(1, 2)
-    d = unit_inverse(system * beta) @ ((v - of_state[:, :, 1]) * beta)
+    minus_d = unit_inverse(system) @ torch.addcmul(of_k, v, beta, value=-1)
+    minus_d, of_q, seen = (x.flatten(0, 1) for x in (minus_d, of_q, seen))
     scale = k_dim**-0.5
-    of_q, seen = (x.flatten(0, 1)[:, -width:] for x in (of_state[:, :, 0], seen))
-    o = torch.baddbmm(of_q, seen, d.flatten(0, 1), beta=scale, alpha=scale)
+    o = torch.baddbmm(of_q[:, -width:], seen[:, -width:], minus_d, beta=scale, alpha=-scale)
 
-    to_end = between[_numbers(len(state), device), :, accepted][..., None]
-    committed = (qk[:, :, -d.shape[2] :] * to_end[:, :, 1:]).mT @ d
-    committed = torch.addcmul(committed, state, to_end[:, :, :1])
+    to_end = between.flatten(0, 3).index_select(0, places.ends[layer]).view(-1, num_heads, 1 + num_rows, 1)
+    k_at_end = k.unsqueeze(2) * to_end[:, :, 1:].unflatten(1, (k_heads, -1))
+    state.mul_(to_end[:, :, :1]).flatten(0, 1).baddbmm_(k_at_end.flatten(0, 2).mT, minus_d, alpha=-1)
     sequences, columns = places.outputs
     o = o.view(-1, num_heads, width, v_dim)[sequences, :, columns]
-    memory.matrix[step.next_slots] = committed
+    memory.matrix[step.next_slots] = state
     memory.conv[step.next_slots] = last_inputs
     memory.num_tokens[step.next_slots] = step.starts.to(torch.int32)
     memory.pending[:, :width][step.next_slots] = new
@@ -276,35 +301,47 @@ def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] =
 
 
 @cache
-def _fixed(block: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (rows between [P, (P + 1)^2], never [(P + 1)^2]) for P = `block` pending + `width` new rows.
+def _fixed(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return (`of_logs` [2 P, 2 (P + 1)^2], `never` [2 (P + 1)^2]) for P rows.
 
-    The first is -1 for the rows after row i up to row t, at most 1 MB. The second adds _NEVER where t is before i. They
-    are made on the device, because an upload would let the host wait.
+    The first sums the log decays of the rows after row i up to row t, and in its second half adds row t's log beta. It
+    takes at most 4 MB. The second adds _NEVER where t is before i. They are made on the device, because an upload would
+    let the host wait.
     """
-    row = torch.arange(1 + block + width, device=device)
-    t, i, between = row[:, None], row, row[1:, None, None]
-    rows_between = -((i < between) & (between <= t)).float().flatten(1)
-    return rows_between, (i > t).float().flatten() * _NEVER
+    row = torch.arange(1 + num_rows, device=device)
+    t, i, each = row[:, None], row, row[1:, None, None]
+    decays = ((i < each) & (each <= t)).expand(2, -1, -1, -1)
+    betas = (t == each).expand_as(decays) & (row[:2] == 1).view(2, 1, 1, 1)
+    of_logs = torch.stack((betas, decays)).transpose(1, 2).float()
+    return of_logs.reshape(2 * num_rows, -1), ((i > t).float().flatten() * _NEVER).repeat(2)
 
 
 @cache
-def _columns(before: int, block: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `Places.ordered` is made of, each for all of its rows: the row with nothing accepted, the number that
-    a count is compared with, and the part 0 to 3. A part of conv's rows counts as a whole."""
+def _windows(before: int, block: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what `Places.windows` is made of, each for the inputs of all rows: the row with nothing accepted, the
+    number that a count is compared with, the part 0 to 3, and 1 where a row moves on with what is accepted.
+
+    New rows see the last rows of what is accepted. A part of conv's rows counts as a whole. The window after the
+    pending rows' is of the last accepted one, for the next conv.
+    """
     row = torch.arange(before + block + width, device=device)
     sizes = before, block, before, width
     rows = torch.cat((row[: before + block], row[:before], row[before + block :]))
     numbers = torch.cat((row[:before] * 0, row[:block], row[:before] * 0, row[:width])).to(torch.int32)
-    return rows, numbers, torch.cat([torch.full((size,), i, device=device) for i, size in enumerate(sizes)])
+    parts = torch.cat([torch.full((size,), i, device=device) for i, size in enumerate(sizes)])
+    first = torch.cat((row[:block], row[before + block :], row[before + block - 1 : before + block]))
+    inputs = (first[:, None] + row[: before + 1]).flatten()
+    rows, numbers, parts = rows[inputs], numbers[inputs], parts[inputs]
+    return rows, numbers, parts, (parts == 2).to(torch.int32)
 
 
 @cache
-def _zero(channels: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(channels, dtype=dtype, device=device)
+def _none(channels: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the inputs [width] of a row that does not count."""
+    return torch.where(torch.arange(width, device=device) < channels, 0.0, _NEVER).to(dtype)
 
 
 @cache
-def _numbers(count: int, device: torch.device) -> Tensor:
-    """Return 0, 1, ..., cached separately from `_fixed`, because steps with prefill have any number of sequences."""
-    return torch.arange(count, device=device)
+def _numbers(count: int, each: int, device: torch.device) -> Tensor:
+    """Return 0, each, 2 each, ..., apart from `_fixed`, because steps with prefill have any number of sequences."""
+    return torch.arange(0, count * each, each, device=device)

@@ -1,7 +1,7 @@
 """What recurrent layers hand to a device: rows of a step, the weights of their recurrence, and slots of states."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -46,11 +46,24 @@ class LayerState:
 
 
 class GatedDeltaWeights(NamedTuple):
-    """Weights of a layer's recurrence."""
+    """Weights of a layer's recurrence: as loaded, and in fp32 as compositions of operators read them."""
 
     conv: Tensor  # [C, K]
     a_log: Tensor  # [Nv] fp32
     dt_bias: Tensor  # [Nv] fp32
+    taps: Tensor  # [K, C + 2 Nv]: conv's, and for gates those that leave them as they are
+    # [Nv, 2, 1]: log beta and log decay are softplus(sign gate + bias) rate.
+    signs: Tensor
+    biases: Tensor
+    rates: Tensor
+
+    @classmethod
+    def of(cls, conv: Tensor, a_log: Tensor, dt_bias: Tensor) -> Self:
+        (channels, num_taps), num_heads, ones = conv.shape, len(a_log), torch.ones_like(a_log)
+        taps = torch.zeros(num_taps, channels + 2 * num_heads, device=conv.device)
+        taps[:, :channels], taps[-1, channels:] = conv.t(), 1.0
+        gates = ((-ones, ones), (0 * ones, dt_bias), (-ones, -a_log.exp()))
+        return cls(conv, a_log, dt_bias, taps, *(torch.stack(both, dim=1)[..., None] for both in gates))
 
 
 class GatedDeltaStep(NamedTuple):

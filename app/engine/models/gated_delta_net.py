@@ -44,7 +44,7 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = frozen(rows("dt_bias", shape.num_v_heads))
         self.norm = frozen(layer.get("linear_attn.norm.weight", shape.v_head_dim))
         self._widths = [shape.input_width if is_plain else shape.channels, values]
-        self.weights = GatedDeltaWeights(self.conv, self.a_log, self.dt_bias)
+        self.weights = GatedDeltaWeights.of(self.conv, self.a_log, self.dt_bias)
         self._eps = layer.config.rms_norm_eps
         self._backend = backend
         self._project = layer.comm.reduced(backend.linear)

@@ -72,7 +72,7 @@ class Layer:
 
     @property
     def placed_weights(self) -> GatedDeltaWeights:
-        return GatedDeltaWeights(**{name: x.to(self.device) for name, x in self.weights.items()})
+        return GatedDeltaWeights.of(**{name: x.to(self.device) for name, x in self.weights.items()})
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -108,7 +108,7 @@ class Layer:
         self, inputs: Tensor, moves: list[Move], parts: list[list[int]]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Outputs, and the slots afterwards, of the reference: each state is of all rows up to there in one."""
-        weights, memory, outputs, first = GatedDeltaWeights(**self.weights), LayerState(**self.state), [], 0
+        weights, memory, outputs, first = GatedDeltaWeights.of(**self.weights), LayerState(**self.state), [], 0
         before = LayerState(**self.state)
         for (*slots, start), counts in zip(moves, parts, strict=True):
             slot, next_slot, split_slot = (torch.tensor([number]) for number in slots)
@@ -132,7 +132,7 @@ class Layer:
         next_slots: list[int] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Outputs, and the slots afterwards, of the reference on a copy of the slots, one sequence at a time."""
-        weights = GatedDeltaWeights(**self.weights)
+        weights = GatedDeltaWeights.of(**self.weights)
         memory, outputs, first = LayerState(**self.state), [], 0
         for *places, start, count in zip(slots, next_slots or slots, starts, counts, strict=True):
             slot, next_slot, begin, rows = (torch.tensor([number]) for number in (*places, start, count))

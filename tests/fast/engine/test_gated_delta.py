@@ -109,7 +109,7 @@ def test_the_convolution_reaches_three_rows_back():
     before, rows, weight = (torch.randn(*shape, generator=draw) for shape in ((2, 3, 5), (2, 7, 5), (5, 4)))
     x = torch.cat((before, rows), dim=1)
     wanted = torch.stack([sum(weight[:, j] * x[:, t + j] for j in range(4)) for t in range(7)], dim=1)
-    torch.testing.assert_close(short_conv(before, rows, weight), torch.nn.functional.silu(wanted))
+    torch.testing.assert_close(short_conv(before, rows, weight.t()), torch.nn.functional.silu(wanted))
 
 
 def test_the_last_rows_are_those_before_the_first_that_does_not_count():
