@@ -123,11 +123,10 @@ def servers(
 
 
 def _variants(options: argparse.Namespace) -> list[str]:
-    """Return the variants of --compare and --block-sizes. Raises ConfigError for an unknown or repeated one."""
-    if options.base_url and (options.compare or options.block_sizes or options.serve_args):
-        raise ConfigError("--base-url names servers that run, --compare, --block-sizes, --serve-args start our own")
-    blocks = [f"b={size}" for size in options.block_sizes]
-    variants = (options.compare or (["plain"] if blocks else ["plain", "dflash"])) + blocks
+    """Return the variants of --compare. Raises ConfigError for an unknown or repeated one."""
+    if options.base_url and (options.compare or options.serve_args):
+        raise ConfigError("--base-url names servers that run, --compare and --serve-args start our own")
+    variants = options.compare or ["plain", "dflash"]
     for variant in variants:
         flags_of(variant)
     if options.at_least is not None and len(options.base_url or variants) < 2:
@@ -184,7 +183,6 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("servers that the bench starts").add_argument
     about = f"{WISHES}; ratios are to the first"
     add("--compare", type=listed, default=[], metavar="A,B", help=about)
-    add("--block-sizes", type=counts, default=[], metavar="N,N", help="blocks of N rows, against plain")
     add = parser.add_argument_group("prompts").add_argument
     about = (
         "demo:DOMAIN,..., or a .jsonl or .json file of texts, chats, or a published evaluation: GSM8K, MATH-500, MMLU, "
