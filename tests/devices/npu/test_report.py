@@ -467,3 +467,9 @@ def test_nothing_is_made_before_it_is_asked_for() -> None:
         parts = SECTIONS["npu"][name].make(Options("npu:9", real_pair=("target", "draft")), 60.0)
         assert len({part.name for part in parts}) == len(parts) > 0
         assert EXPECTED.get(name, {}).keys() <= {part.name for part in parts}, "an expectation of no part"
+
+
+@pytest.mark.parametrize("name", ["open_points", "engine", "pair", "server"])
+def test_what_the_server_relies_on_has_an_expected_answer(name: str) -> None:
+    parts = {part.name for part in SECTIONS["npu"][name].make(Options("npu:9", real_pair=("target", "draft")), 60.0)}
+    assert (set(npu_questions.RELIED_ON) if name == "open_points" else parts) <= EXPECTED[name].keys()
