@@ -162,14 +162,14 @@ def _counts(parts: list[dict[str, Any]]) -> str:
 
 
 def _parts(section: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each part that says more than its cases do."""
+    """Return a row for each part that says more than its cases do, with its number in the section."""
     rows = []
-    for part in section["parts"]:
+    for number, part in enumerate(section["parts"], 1):
         said = {key: value for key, value in part["result"].items() if key != "cases"}
         if said or part["status"] != "ok" or "error" in part:
             error = part.get("error", {})
             met = {"error": error["says"], "meaning": error.get("meaning")} if error else {}
-            rows.append({"part": part["name"], "status": part["status"]} | said | met)
+            rows.append({"point": number, "part": part["name"], "status": part["status"]} | said | met)
     return rows
 
 

@@ -136,6 +136,11 @@ def test_the_sections_are_those_of_the_first_hour_in_its_order_each_with_a_limit
     *first, collectives, operators = (section.all_seconds for section in SECTIONS["npu"].values())
     assert sum(first) <= 75 * 60, "collectives and operators come behind"
     assert collectives < operators, "what takes hours comes last"
+    begins, latest = dict[str, float](), 5 * 60.0  # `check` comes before
+    for name, section in SECTIONS["npu"].items():
+        begins[f"`{name}`"], latest = latest / 60, latest + section.all_seconds
+    rows = re.findall(r"^\| (\d+) \| (`[a-z_]+`)[^|]*\|", hour, re.MULTILINE)
+    assert len(rows) == 7 and all(begins[name] == int(minute) for minute, name in rows)
     (command,) = re.findall(r"python3 -m tools.report (--device npu --real-pair.*)", guide)
     with pytest.raises(
         ConfigError, match="--real-pair: /models/Qwen3-8B has no"
@@ -154,7 +159,9 @@ def test_what_is_expected_stands_beside_the_answers_of_an_npu_alone(tmp_path: Pa
         report(device, tmp_path, {"costs": Program(one, 600.0)}, name="npu-report", host=())
         found = json.loads((tmp_path / "npu-report.json").read_text())["sections"]["costs"]["parts"]
         assert [part["result"].get("expected") for part in found] == [expected, None]
-        assert (f"| {expected} |" in (tmp_path / "npu-report.md").read_text()) is (expected is not None)
+        shown = (tmp_path / "npu-report.md").read_text()
+        assert (f"| {expected} |" in shown) is (expected is not None)
+        assert "| 1 | gap between tasks | ok |" in shown and "| 2 | other | ok |" in shown, "points have numbers"
 
 
 def test_an_operator_that_fails_the_check_does_not_stop_the_report(tmp_path: Path) -> None:
