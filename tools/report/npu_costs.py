@@ -5,7 +5,7 @@ CPU; not run on an Ascend device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
@@ -22,7 +22,9 @@ from app.engine.device.base import (
 )
 from app.engine.device.comparison import Attention, Inputs, Lens, Paged, Prepared, difference
 from app.engine.device.factory import make_backend
+from app.engine.device.moe import ExpertWeights, MoeConfig
 from app.engine.npu import nz
+from app.engine.quantised import QuantisedWeight
 from tools.report.npu_questions import FULL, PAGE, answered
 from tools.report.part import Options, Part, Result
 from tools.report.timing import seconds_in_a_graph
@@ -31,11 +33,13 @@ EPS = 1e-6
 DRAFTS, ACCEPTANCE = 8, 5.25
 """Drafts a step, and the acceptance length that vllm-ascend published with its speeds (expected.py)."""
 BATCH, PROMPT, ANSWER = 16, 3500, 1500
+EXPERTS = MoeConfig(128, 8, intermediate_size=768, norm_topk_prob=True)
 
 
 @dataclass(frozen=True, slots=True)
 class CostSizes:
-    """Sizes of Qwen3-8B and its draft. `weights` layers take turns, so that no cache holds them."""
+    """Sizes of Qwen3-8B and its draft, and of Qwen3-30B-A3B's experts. `weights` layers take turns, so that no cache
+    holds them."""
 
     hidden: int = 4096
     intermediate: int = 12288
@@ -46,6 +50,8 @@ class CostSizes:
     layers: int = 36
     draft_layers: int = 5
     taps: int = 5
+    experts: MoeConfig = EXPERTS
+    experts_hidden: int = 2048
     weights: int = 4
     kv: int = PROMPT + ANSWER // 2
     chunk: int = 2048
@@ -244,6 +250,32 @@ def int8_products(backend: Backend, sizes: CostSizes, orders: Mapping[str, Calla
     return {"found": f"The products of a layer take in int8: {each}.", "ms": taken}
 
 
+def int8_experts(backend: Backend, sizes: CostSizes) -> Result:
+    """Time a layer's experts in int8, with their first product fused with SwiGLU and its quantisation, and alone."""
+    moe, hidden, at = sizes.experts, sizes.experts_hidden, inputs(backend)
+
+    def drawn(out: int, inner: int) -> QuantisedWeight:
+        shape = moe.num_experts, out, inner
+        data = torch.randint(-127, 128, shape, dtype=torch.int8, device=backend.device)
+        scales = torch.full((*shape[:2], 1), inner**-0.5 / 127, device=backend.device)
+        return QuantisedWeight(backend.empty_experts(data, *shape).copy_(data), scales, torch.bfloat16)
+
+    gate_up = backend.pack_gate_up(drawn(2 * moe.intermediate_size, hidden))
+    down = backend.pack_linear(drawn(hidden, moe.intermediate_size))
+    assert isinstance(gate_up, QuantisedWeight)
+    packed = {"fused": gate_up, "alone": replace(gate_up, scales=gate_up.scales.bfloat16())}
+    if gate_up.scales.dtype == torch.bfloat16:
+        del packed["fused"]
+    router, x = _random(backend, moe.num_experts, hidden).float(), at.normal(BATCH * (1 + DRAFTS), hidden)
+    taken = {
+        name: graph_ms(backend, partial(backend.moe, x, ExpertWeights(router, own, down), moe), sizes)
+        for name, own in packed.items()
+    }
+    each = ", ".join(f"{name} {1e3 * took:.4g} us" for name, took in taken.items())
+    why = "" if "fused" in taken else " The fused operator is not right here: a line of the log says why."
+    return {"found": f"Experts of a layer take in int8, by their first product: {each}.{why}", "ms": taken}
+
+
 def _run_all(calls: Sequence[Callable[[], object]]) -> None:
     for call in calls:
         call()
@@ -333,6 +365,7 @@ QUESTIONS: dict[str, Callable[[Backend, CostSizes], Result]] = {
     "widths": widths,
     "W8A8 products": partial(int8_products, orders={"ND": Tensor.t, "[in, out]": lambda w: w.t().contiguous()}),
     "W8A8 products in NZ": partial(int8_products, orders={"NZ": lambda w: nz.in_nz(w).mT}),
+    "W8A8 experts": int8_experts,
     "window": band,
     "prediction": prediction,
 }

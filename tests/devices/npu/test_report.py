@@ -21,6 +21,7 @@ from app.check.operators import Case, Extent
 from app.config.engine import EngineConfig
 from app.engine.core import EngineCore
 from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, LayerKv
+from app.engine.device.moe import MoeConfig
 from app.engine.load.engine import Engine
 from app.engine.npu.backend import NpuBackend
 from app.messages import Request
@@ -402,7 +403,8 @@ def test_a_chip_that_is_not_known_has_no_shares(backend: NpuBackend, monkeypatch
 
 LITTLE = npu_costs.CostSizes(
     hidden=64, intermediate=96, heads=4, kv_heads=2, vocab=300, layers=2, draft_layers=1, taps=2, weights=1, kv=150,
-    chunk=40, batches=(1, 2), widths=(4, 8), calls=1, repeats=1,
+    chunk=40, batches=(1, 2), widths=(4, 8), calls=1, repeats=1, experts_hidden=64,
+    experts=MoeConfig(4, 2, intermediate_size=32, norm_topk_prob=True),
 )  # fmt: skip
 
 
@@ -415,6 +417,8 @@ def test_every_question_about_costs_has_the_figure_that_decides_it(name: str) ->
     assert found["status"] == "ok" and json.loads(json.dumps(result)) == result, found
     assert "error" not in result and any(character.isdigit() for character in result["found"]), result
     assert result.get("error_of_largest", 0.0) < 0.02
+    if name == "W8A8 experts":
+        assert list(result["ms"]) == ["fused", "alone"]
     if name == "tasks of a layer":
         assert sum(case["times"] for case in result["cases"]) == len(LAYER)
 
