@@ -13,8 +13,9 @@ from app.engine.quantised import QuantisedRows, QuantisedWeight, Rows
 logger = logging.getLogger(__name__)
 
 _WIDTH, _ROWS, _EXPERTS, _EPS = 64, 3, 3, 1e-6
-_IN, _GATES, _COUNTS = 160, 160, (0, 2, 3)
-"""More than the 128 x 256 numbers of a tile, and counts that are within the rows even if they are read as ends."""
+_IN, _GATES, _COUNTS = 160, 160, (0, 130, 2000)
+"""More than the 128 x 128 x 256 numbers of a tile, and more tiles than cores. The counts are within the rows even if
+they are read as ends."""
 
 
 def quantised(x: Rows) -> QuantisedRows:
@@ -101,8 +102,8 @@ def swiglu_is_right(multiply: Callable[[Rows, QuantisedWeight, None, Tensor], Te
     data = torch.cat((gate, up.div(up_scales, rounding_mode="floor")), -1).to(device, torch.int8)
     scales = torch.cat((gate_scales, up_scales.expand_as(gate_scales)), -1).to(device, torch.float32)
     rows = torch.arange(sum(_COUNTS))
-    picks = (torch.arange(_IN) == rows[:, None] * 37).to(device, torch.int8)
-    x = QuantisedRows(picks, (2**rows).to(device, torch.float32))
+    picks = (torch.arange(_IN) == rows[:, None] * 37 % _IN).to(device, torch.int8)
+    x = QuantisedRows(picks, (2 ** (rows % 5)).to(device, torch.float32))
 
     def both() -> tuple[Rows, Rows]:
         weight = QuantisedWeight(nz.in_nz(data.mT), scales[..., None], torch.bfloat16)

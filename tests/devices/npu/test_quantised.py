@@ -156,6 +156,7 @@ SPOILED: dict[str, Callable[[dict[str, Any]], None]] = {
     "up is gated": with_("weight", lambda it: it.roll(it.shape[2] // 2, 2)),
     "gate and up by turns": with_("weight", lambda it: torch.stack(it.chunk(2, 2), 3).flatten(2)),
     "rows of a tile only": with_("weight", lambda it: it.index_fill(1, torch.arange(128, it.shape[1]), 0)),
+    "tiles that a core takes first only": lambda call: call["x"][24 * 64 :].zero_(),
     "a weight of another expert": with_("weight", lambda it: it.roll(1, 0)),
     "one scale for all columns": with_("weight_scale", lambda it: it[:, :1].expand_as(it).contiguous()),
     "scales of another expert": with_("weight_scale", lambda it: it.roll(1, 0)),
@@ -172,7 +173,9 @@ def test_experts_swiglu_takes_two_launches_more_where_its_operator_is_wrong_or_r
     monkeypatch.setattr(numerics, "lift", frozenset({"N45"}))  # what the operator makes of a right call is wrong
 
     def faulty(*args: Any, **kwargs: Any) -> Any:
-        call = dict(zip(("x", "weight", "weight_scale", "x_scale", "group_list"), args, strict=True)) | kwargs
+        x, *others = args
+        call = dict(zip(("weight", "weight_scale", "x_scale", "group_list"), others, strict=True)) | kwargs
+        call["x"] = x.clone()
         SPOILED.get(fault, lambda call: None)(call)
         found = operator(**call)
         if fault == "a row left out":
