@@ -332,12 +332,8 @@ PEER_FLAGS = (
         "auto",
         "KV pages have the dtype of --dtype; give auto",
     ),
-    PeerFlag(
-        "--mamba-cache-dtype --mamba-ssm-cache-dtype --mamba-ssm-dtype",
-        "only",
-        "auto float32",
-        "recurrent states are float32; give auto",
-    ),
+    PeerFlag("--mamba-ssm-dtype", "same", "mamba_ssm_cache_dtype"),
+    PeerFlag("--mamba-cache-dtype", "only", "auto", "the convolution's inputs have the dtype of --dtype; give auto"),
     PeerFlag(
         "--load-format", "only", "auto safetensors fastsafetensors gguf", "safetensors or GGUF are loaded; give auto"
     ),

@@ -111,6 +111,13 @@ class EngineConfig:
         "most a quarter of free memory)",
         metavar="SIZE",
     )
+    mamba_ssm_cache_dtype: Literal["float32", "bfloat16"] = _setting(
+        ENGINE,
+        "float32",
+        "float32 | bfloat16: Qwen3.5's recurrent states; bfloat16 is for an NPU, whose fused operator runs steps of up "
+        "to 8 rows on it",
+        metavar="DTYPE",
+    )
     memory_utilization: float = _setting(
         ENGINE,
         0.9,

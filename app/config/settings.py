@@ -36,6 +36,7 @@ from app.config.values import (
     Quantization,
     RootPath,
     Seed,
+    StateDtype,
     Tokens,
     ToolParserName,
     Url,
@@ -48,6 +49,7 @@ OTLP_PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 """OpenTelemetry's variable, which vLLM reads too."""
 ENGINE_TYPES: dict[str, Any] = {
     "dtype": Dtype,
+    "mamba_ssm_cache_dtype": StateDtype,
     "device": Device,
     "quantization": Quantization,
     "draft_quantization": DraftQuantization,

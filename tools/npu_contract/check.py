@@ -19,6 +19,8 @@ from app.engine.npu.rules import (
     MASK_SIZE,
     MAX_AXIS,
     MAX_BLOCK_ROWS,
+    MAX_DELTA_ROWS,
+    MAX_DELTA_SIZE,
     MAX_GATED_AXIS,
     MAX_TOP_K,
     MIN_EXPERTS,
@@ -440,6 +442,39 @@ def _quant_matmul(hold: _Holder, call: Mapping[str, Any]) -> None:
     hold("N41", not others, f"{others} are given")
 
 
+def _delta_rule(hold: _Holder, call: Mapping[str, Any]) -> None:
+    state, (rows, heads, v_dim), (_, k_heads, k_dim) = call["state"], call["value"].shape, call["key"].shape
+    hold("N46", tuple(state.shape[1:]) == (heads, v_dim, k_dim), f"state {_shape(state)} is not [.., Nv, Dv, Dk]")
+    fits = heads % k_heads == 0 and max(heads, k_dim, v_dim) <= MAX_DELTA_SIZE
+    hold("N46", fits, f"{k_heads} heads of {k_dim} for {heads} of {v_dim}")
+    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "query": ((rows, k_heads, k_dim), torch.bfloat16),
+        "key": ((rows, k_heads, k_dim), torch.bfloat16),
+        "value": ((rows, heads, v_dim), torch.bfloat16),
+        "state": (tuple(state.shape), torch.bfloat16),
+        "beta": ((rows, heads), torch.bfloat16),
+        "g": ((rows, heads), torch.float32),
+        "ssm_state_indices": ((rows,), torch.int32),
+        "actual_seq_lengths": ((len(call["actual_seq_lengths"]),), torch.int32),
+    }
+    for name, (shape, dtype) in wanted.items():
+        it = call.get(name)
+        fits = isinstance(it, Tensor) and tuple(it.shape) == shape and it.dtype == dtype and it.is_contiguous()
+        hold("N46", fits, f"{name} is {_kind(it)}, not contiguous {dtype} {list(shape)}")
+    others = sorted(set(call) - set(wanted) - {"scale"})
+    hold("N46", call.get("scale") is not None and not others, f"scale {call.get('scale')}, and {others} are given")
+
+
+def _delta_rule_values(hold: _Holder, call: Mapping[str, Any]) -> None:
+    lengths, indices = call["actual_seq_lengths"], call["ssm_state_indices"]
+    fits = int(lengths.sum()) == len(indices) and int(lengths.min()) > 0 and int(lengths.max()) <= MAX_DELTA_ROWS
+    hold("N46", fits, f"lengths {lengths.tolist()} of {len(indices)} rows, at most {MAX_DELTA_ROWS} each")
+    hold("N46", int(indices.min()) >= 0 and int(indices.max()) < len(call["state"]), "a state does not exist")
+    owners = torch.repeat_interleave(lengths.long())
+    pairs = torch.stack((indices.long(), owners)).unique(dim=1)
+    hold("N46", len(pairs[0].unique()) == pairs.shape[1], "two sequences have one state")
+
+
 _ATTENTION = ("npu_fused_infer_attention_score", "_npu_fused_infer_attention_score_get_max_workspace")
 _ATTENTION_V2 = ("npu_fused_infer_attention_score_v2", "_npu_fused_infer_attention_score_v2_get_max_workspace")
 _CALL_RULES: dict[str, Callable[[_Holder, Mapping[str, Any]], None]] = {
@@ -462,6 +497,7 @@ _CALL_RULES: dict[str, Callable[[_Holder, Mapping[str, Any]], None]] = {
     "npu_add_rms_norm_dynamic_quant": _norm_quant,
     "npu_format_cast": _format_cast,
     "npu_quant_matmul": _quant_matmul,
+    "npu_recurrent_gated_delta_rule": _delta_rule,
 }
 _VALUE_RULES: dict[str, Callable[[_Holder, Mapping[str, Any]], None]] = {
     "npu_fused_infer_attention_score": _attention_values,
@@ -472,6 +508,7 @@ _VALUE_RULES: dict[str, Callable[[_Holder, Mapping[str, Any]], None]] = {
     "npu_grouped_matmul": _grouped_matmul_values,
     "npu_grouped_matmul_swiglu_quant_v2": _grouped_swiglu_values,
     "npu_moe_token_unpermute": _unpermute_values,
+    "npu_recurrent_gated_delta_rule": _delta_rule_values,
 }
 
 

@@ -15,6 +15,7 @@ EXPECTED = {
         "more than 16 rows": "right: CANN's source limits another kernel",
         "a chunk in a graph": "right: no length enters the workspace in CANN's source",
         "sinks in a graph": "right, or 561002 by a tiling of 2026: targets with sinks then run without graphs",
+        "recurrent states in bfloat16": "right, and less than composition: 28 launches for 43",
         "replays in a row": "right",
         "updates of a graph": "184 us each by torch_npu's own pass (vllm-ascend's issue 13058, 910B3), ours fewer",
         "captures": "all",

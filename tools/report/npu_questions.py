@@ -21,15 +21,19 @@ import torch
 import torch_npu
 
 from app.check.collectives import seconds_each
+from app.engine.checkpoint.shapes import GatedDeltaConfig
+from app.engine.device import gated_delta as composed
 from app.engine.device.base import AttentionMask, Backend, LayerKv
 from app.engine.device.comparison import TOLERANCE, Attention, Inputs, Lens, Operator, Paged, Prepared, difference
 from app.engine.device.factory import make_backend
-from app.engine.npu import host_probes
+from app.engine.npu import gated_delta, host_probes
+from app.engine.npu.backend import l2norm
 from app.engine.schedule.graph_sizes import GraphSizes
 from app.engine.step.graphs import StepGraphs
 from tools.report.engine import demo_engine
 from tools.report.part import Options, Part, Result, describe
 from tools.report.roofline import chip_name
+from tools.report.timing import seconds_in_a_graph
 
 if TYPE_CHECKING:
     from app.engine.npu.attention import AttentionPlan
@@ -55,7 +59,8 @@ DEFAULT_GRAPHS = 48
 class QuestionSizes:
     """Sizes: `calls` attention calls in a graph, for 36 layers of Qwen3-8B and 5 of its draft.
 
-    Timing is over `requests` requests with `kv` tokens; `wide` are numbers of rows above 16.
+    Timing is over `requests` requests with `kv` tokens; `wide` are numbers of rows above 16. `recurrent` are a layer's
+    k heads, v heads and their sizes, of Qwen3.5-27B.
     """
 
     heads: int = 32
@@ -67,6 +72,7 @@ class QuestionSizes:
     timed: int = 20
     repeats: int = 10
     graphs: int = 64
+    recurrent: tuple[int, int, int, int] = (16, 48, 128, 128)
 
     def paged(self, lens: Lens, *, causal: bool = True, dim: int = 128) -> Paged:
         return Paged(lens, self.heads, self.kv_heads, dim, AttentionMask(causal), PAGE)
@@ -309,6 +315,20 @@ def order_of_heads(backend: Backend, sizes: QuestionSizes) -> Result:
         "found": f"{right['found']} It takes {other:.4g} ms, ours {ours:.4g} ms.",
         "ms": {"by heads": other, "ours": ours},
     }
+
+
+@point("recurrent states in bfloat16", "npu_recurrent_gated_delta_rule of two blocks of 8 rows, at a layer of Qwen3.5")
+def recurrent_states(backend: Backend, sizes: QuestionSizes) -> Result:
+    """Compare a layer's step with the composition's, as `--mamba-ssm-cache-dtype bfloat16` does, and time both."""
+    config, device = GatedDeltaConfig((0,), 4, *sizes.recurrent), backend.device
+    ways = {"operator": gated_delta.commit_and_verify, "composition": composed.commit_and_verify}
+    ms = {
+        name: 1e3 * seconds_in_a_graph(backend, partial(verify, gated_delta.trial_step(config, 8, device), l2norm))
+        for name, verify in ways.items()
+    }
+    why = gated_delta.fault(config, 8, device, l2norm)
+    found = f"The operator is {'WRONG: ' + why if why else 'right'}. A layer takes {ms['operator']:.4g} ms by it"
+    return {"found": f"{found}, and {ms['composition']:.4g} ms by composition.", "ms": ms, "passed": not why}
 
 
 def planned(call: Attention) -> "AttentionPlan":

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.checkpoint.shapes import AttentionMask, DecoderConfig, MoeConfig
+from app.engine.checkpoint.shapes import AttentionMask, DecoderConfig, GatedDeltaConfig, MoeConfig
 from app.engine.comm.comm import Comm, Meeting
 from app.engine.device.recurrent import GatedDeltaPrompts, GatedDeltaStep
+from app.engine.errors import UnsupportedError
 from app.engine.quantised import ExpertWeight, PackedFp4, QuantisedWeight, Rows, Weight, joined, plain
 from app.engine.verify import verify
 
@@ -163,6 +164,12 @@ class Backend(ABC):
     def check(self, decoder: DecoderConfig, block_size: int, page_size: int, dtype: torch.dtype) -> None:
         """Raise UnsupportedError, which names the setting or size, if an operator of this device cannot do it."""
         return
+
+    def check_states(self, config: GatedDeltaConfig, block_size: int, dtype: torch.dtype) -> None:
+        """Raise UnsupportedError unless recurrent states may have this dtype, and blocks of so many rows with it."""
+        if dtype != torch.float32:
+            name = str(dtype).removeprefix("torch.")
+            raise UnsupportedError(f"--mamba-ssm-cache-dtype {name}: it is for an NPU; leave it out")
 
     def check_ranks(self, size: int) -> None:
         """Raise UnsupportedError unless there are `size` devices from this one on, one for each rank."""

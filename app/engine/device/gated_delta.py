@@ -227,17 +227,23 @@ class Convolved(NamedTuple):
     last_inputs: Tensor  # [S, K - 1, C]: the convolution's, up to the last accepted row
 
 
+def inputs_of(step: GatedDeltaStep, new: Tensor, places: Places) -> Tensor:
+    """Return the rows [N, C + 2 Nv] of all sequences that `Places.windows` reads, with `new` ones [S, W, C + 2 Nv]."""
+    memory, (sequences, _, width) = step.memory, new.shape
+    channels = memory.conv.shape[2]
+    before = F.pad(memory.conv[step.slots], (0, width - channels))
+    none = _none(channels, width, new.dtype, new.device).expand(sequences, 1, -1)
+    return torch.cat((before, memory.pending[step.slots, : places.block], new, none), dim=1).flatten(0, 1)
+
+
 def convolved(step: GatedDeltaStep, new: Tensor, places: Places, layer: int) -> Convolved:
     """Return the convolution of the pending rows and of `new` ones [S, W, C + 2 Nv].
 
     A row's K inputs are gathered side by side, because an NPU launches few operators faster than it moves fewer bytes.
     """
-    memory, taps = step.memory, step.weights.taps
-    channels, (sequences, _, width) = memory.conv.shape[2], new.shape
-    before = F.pad(memory.conv[step.slots], (0, width - channels))
-    none = _none(channels, width, new.dtype, new.device).expand(sequences, 1, -1)
-    inputs = torch.cat((before, memory.pending[step.slots, : places.block], new, none), dim=1)
-    windows = inputs.flatten(0, 1).index_select(0, places.windows[layer]).view(sequences, -1, len(taps), width)
+    taps, channels, (sequences, _, width) = step.weights.taps, step.memory.conv.shape[2], new.shape
+    inputs = inputs_of(step, new, places)
+    windows = inputs.index_select(0, places.windows[layer]).view(sequences, -1, len(taps), width)
     rows = (windows * taps).sum(dim=2)[:, :-1]
     return Convolved(F.silu(rows[..., :channels]), rows[..., channels:], windows[:, -1, 1:, :channels])
 
@@ -264,7 +270,7 @@ def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] =
     num_rows = places.block + width
     of_logs, never = _fixed(num_rows, step.inputs.device)
 
-    new, state = whole_inputs(step)[step.rows], memory.matrix[step.slots]
+    new, state = whole_inputs(step)[step.rows], memory.matrix[step.slots].float()
     if places.is_new is not None:
         state.masked_fill_(places.is_new[:, None, None, None], 0.0)
     mixed, gates, last_inputs = convolved(step, new, places, layer)
@@ -293,7 +299,7 @@ def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] =
     state.mul_(to_end[:, :, :1]).flatten(0, 1).baddbmm_(k_at_end.flatten(0, 2).mT, minus_d, alpha=-1)
     sequences, columns = places.outputs
     o = o.view(-1, num_heads, width, v_dim)[sequences, :, columns]
-    memory.matrix[step.next_slots] = state
+    memory.matrix[step.next_slots] = state.to(memory.matrix.dtype)
     memory.conv[step.next_slots] = last_inputs
     memory.num_tokens[step.next_slots] = step.starts.to(torch.int32)
     memory.pending[:, :width][step.next_slots] = new

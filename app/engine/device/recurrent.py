@@ -21,7 +21,7 @@ class LayerState:
     The next step commits as many pending rows as its position exceeds `num_tokens`, so none twice.
     """
 
-    matrix: Tensor  # [slots, Nv, Dk, Dv] fp32
+    matrix: Tensor  # [slots, Nv, Dk, Dv] fp32, or bf16 whose memory is [slots, Nv, Dv, Dk]
     conv: Tensor  # [slots, K - 1, C]
     pending: Tensor  # [slots, b, C + 2 Nv]: the layer's inputs at the rows that the last step has verified
     num_tokens: Tensor  # [slots] int32
@@ -32,15 +32,16 @@ class LayerState:
         """Return (state, pending rows [S, b, C + 2 Nv], how many of them [S] count) of sequences about to run from
         positions `starts` [S] on. Position 0 begins with zeros, not with the state of the slot's previous owner."""
         is_new = starts == 0
-        matrix = self.matrix[slots].masked_fill(is_new[:, None, None, None], 0.0)
+        matrix = self.matrix[slots].float().masked_fill(is_new[:, None, None, None], 0.0)
         conv = self.conv[slots].masked_fill(is_new[:, None, None], 0.0)
         counts = (starts - self.num_tokens[slots]).clamp(0, self.pending.shape[1]).masked_fill(is_new, 0)
         return State(matrix, conv), self.pending[slots], counts
 
     def write(self, slots: Tensor, state: State, num_tokens: Tensor) -> None:
         """Write the state after `num_tokens` [S] tokens to slots [S]. Nothing fails once the first write begins."""
-        num_tokens = num_tokens.to(torch.int32)  # allocated before anything is written
-        self.matrix.index_copy_(0, slots, state.matrix)
+        # These are allocated before anything is written.
+        matrix, num_tokens = state.matrix.to(self.matrix.dtype), num_tokens.to(torch.int32)
+        self.matrix.index_copy_(0, slots, matrix)
         self.conv.index_copy_(0, slots, state.conv)
         self.num_tokens.index_copy_(0, slots, num_tokens)
 

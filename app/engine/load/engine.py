@@ -129,6 +129,8 @@ def _load(
     for decoder in plan.decoders:
         backend.check(decoder, plan.sizes.block_size, plan.sizes.page_size, plan.dtype)
         check_attention(backend, decoder, plan.sizes.page_size, plan.sizes.block_size, plan.dtype)
+    if plan.target.gated_delta:
+        backend.check_states(plan.target.gated_delta, plan.sizes.block_size, plan.state_dtype)
     target, draft = read_models(plan, models, backend, comm, open_weights, on_progress)
     backend.end_of_load(tune=config.tune == "auto" and comm.size == 1)  # ranks launch alike
     states = make_states(plan, backend, comm)

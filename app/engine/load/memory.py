@@ -68,7 +68,8 @@ def make_states(plan: Plan, backend: Backend, comm: Comm) -> StatePool | None:
         return None
     num_slots = plan.sizes.max_num_seqs + 1
     slot = plan.sizes.block_size, plan.dtype
-    needed = plan.sharing * StatePool(plan.target.gated_delta, num_slots, *slot, SIZES_ONLY).nbytes
+    pool = partial(StatePool, state_dtype=plan.state_dtype)
+    needed = plan.sharing * pool(plan.target.gated_delta, num_slots, *slot, SIZES_ONLY).nbytes
     if needed > (free := backend.memory()[0]):
         raise UnsupportedError(
             f"recurrent state of --max-num-seqs {num_slots - 1} takes {needed >> 20} MiB, and {free >> 20} MiB are "
@@ -78,7 +79,7 @@ def make_states(plan: Plan, backend: Backend, comm: Comm) -> StatePool | None:
     if plan.config.prefix_caching:
         size = needed // (num_slots + 1)
         num_checkpoints = comm.minimum(checkpoints_in(plan.config, plan.sizes, size, free - needed, backend))
-    return StatePool(plan.target.gated_delta, num_slots + num_checkpoints, *slot, backend.zeros, num_checkpoints)
+    return pool(plan.target.gated_delta, num_slots + num_checkpoints, *slot, backend.zeros, num_checkpoints)
 
 
 def checkpoints_in(config: EngineConfig, sizes: Sizes, size: int, free: int, backend: Backend) -> int:

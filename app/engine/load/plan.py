@@ -75,6 +75,11 @@ class Plan:
         return [self.target, *([self.draft.decoder] if self.draft else [])]
 
     @property
+    def state_dtype(self) -> torch.dtype:
+        """Return the dtype of recurrent states."""
+        return torch.bfloat16 if self.config.mamba_ssm_cache_dtype == "bfloat16" else torch.float32
+
+    @property
     def whole_draft(self) -> bool:
         """Return True if every rank has all of the draft's layers."""
         return self.config.draft_tensor_parallel_size == 1

@@ -111,6 +111,12 @@ REFUSALS = (
         "the target has no recurrent layers; leave it out",
     ),
     Refusal(
+        "--mamba-ssm-cache-dtype {config.mamba_ssm_cache_dtype}",
+        "a target without recurrent layers",
+        lambda facts: facts.config.mamba_ssm_cache_dtype != "float32" and facts.target and not facts.target.gated_delta,
+        "the target has no recurrent layers; leave it out",
+    ),
+    Refusal(
         "--verify {config.verify}",
         "a draft with blocks of fewer rows",
         lambda facts: facts.target and facts.config.verify not in ("auto", "full", *range(1, facts.block_size + 1)),

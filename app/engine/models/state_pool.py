@@ -15,7 +15,8 @@ Zeros = Callable[..., Tensor]
 class StatePool:
     """Slots of all recurrent layers, zeroed once. Slot 0 is scratch, for padding, and `num_slots` follow it.
 
-    They include `num_checkpoints` of the prefix cache. `block_size` is the most rows that a step verifies.
+    They include `num_checkpoints` of the prefix cache. `block_size` is the most rows that a step verifies. States in
+    bfloat16 lie as [Nv, Dv, Dk], which is what an NPU's operator reads (N46).
     """
 
     def __init__(
@@ -26,9 +27,14 @@ class StatePool:
         dtype: torch.dtype,
         zeros: Zeros,
         num_checkpoints: int = 0,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
         slots = (len(config.layers), num_slots + 1)
-        matrix = zeros((*slots, config.num_v_heads, config.k_head_dim, config.v_head_dim), dtype=torch.float32)
+        heads, k_dim, v_dim = config.num_v_heads, config.k_head_dim, config.v_head_dim
+        if state_dtype == torch.float32:
+            matrix = zeros((*slots, heads, k_dim, v_dim), dtype=state_dtype)
+        else:
+            matrix = zeros((*slots, heads, v_dim, k_dim), dtype=state_dtype).mT
         conv = zeros((*slots, config.conv_kernel - 1, config.channels), dtype=dtype)
         pending = zeros((*slots, block_size, config.input_width), dtype=dtype)
         num_tokens = zeros(slots, dtype=torch.int32)

@@ -11,7 +11,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from app.engine.checkpoint.shapes import DecoderConfig
+from app.engine.checkpoint.shapes import DecoderConfig, GatedDeltaConfig
 from app.engine.comm.comm import Comm, Meeting
 from app.engine.comm.device import DeviceComm
 from app.engine.device import accelerator
@@ -20,7 +20,7 @@ from app.engine.device.gated_delta import L2_EPS, commit_and_verify, commit_prom
 from app.engine.device.moe import SWIGLU_ALPHA, ExpertWeights, MoeConfig, router_logits
 from app.engine.device.recurrent import GatedDeltaStep
 from app.engine.errors import GraphsRefusedError, UnsupportedError
-from app.engine.npu import int8_rows, nz, rules
+from app.engine.npu import gated_delta, int8_rows, nz, rules
 from app.engine.npu.attention import AttentionPlan, graph_workspace
 from app.engine.npu.error_codes import TILING, codes_in, explain
 from app.engine.npu.graph import Attended, NpuGraph
@@ -108,6 +108,19 @@ class NpuBackend(Backend):
             raise UnsupportedError(f"head_dim {decoder.head_dim}: an NPU's attention takes {taken}")
         if decoder.moe:
             self._check_experts(decoder.moe, decoder.hidden_size)
+
+    def check_states(self, config: GatedDeltaConfig, block_size: int, dtype: torch.dtype) -> None:
+        """Return after a trial of the operator for states in bfloat16, at the sizes of a layer."""
+        if dtype == torch.float32:
+            return
+        flag, sizes = "--mamba-ssm-cache-dtype bfloat16", (config.num_v_heads, config.k_head_dim, config.v_head_dim)
+        if block_size > rules.MAX_DELTA_ROWS:
+            fewer = f"give --num-speculative-tokens {rules.MAX_DELTA_ROWS - 1}"
+            raise UnsupportedError(f"{flag}: a block has {block_size} rows, and its operator takes 8 (N46); {fewer}")
+        if max(sizes) > rules.MAX_DELTA_SIZE:
+            raise UnsupportedError(f"{flag}: its operator takes at most 256 heads, of at most 256 (N46); leave it out")
+        if why := gated_delta.fault(config, block_size, self.device, l2norm):
+            raise UnsupportedError(f"{flag}: npu_recurrent_gated_delta_rule is not right here: {why}; leave it out")
 
     def _check_experts(self, config: MoeConfig, hidden_size: int) -> None:
         if config.num_experts < rules.MIN_EXPERTS:
@@ -272,6 +285,8 @@ class NpuBackend(Backend):
         return torch_npu.npu_moe_token_unpermute(out, origins, probs=weights_of_row.to(out.dtype))
 
     def commit_and_verify(self, step: GatedDeltaStep) -> Tensor:
+        if step.memory.matrix.dtype == torch.bfloat16:
+            return gated_delta.commit_and_verify(step, l2norm)
         return commit_and_verify(step, l2norm)
 
     commit_prompts = staticmethod(commit_prompts)

@@ -13,6 +13,10 @@ MAX_GATED_AXIS = 10240
 NZ = 29
 """Number of CANN's format FRACTAL_NZ, in tiles of 16 x 32 numbers of int8."""
 NZ_TILE = 32
+MAX_DELTA_ROWS = 8
+"""Rows of a sequence in a call of the recurrent operator."""
+MAX_DELTA_SIZE = 256
+"""Its heads, and their sizes."""
 HEAD_DIMS = (64, 128, 256)
 ROTARY_PAIR_DIMS = (64, 128)
 """Head sizes whose q and k one call rotates."""

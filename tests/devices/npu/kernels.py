@@ -380,6 +380,44 @@ def quant_matmul(
     return (out if bias is None else out + bias).to(torch.bfloat16)
 
 
+def recurrent_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Tensor,
+    *,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    actual_seq_lengths: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+) -> Tensor:
+    """Outputs [T, Nv, Dv] of query and key [T, Nk, Dk] and value [T, Nv, Dv], of sequences whose lengths sum to T.
+
+    Each begins with state [blocks, Nv, Dv, Dk] at the index of its first row. The state after row t is kept in float32
+    for the next row, and written to index t.
+    """
+    if num_accepted_tokens is not None or gk is not None:
+        raise NotImplementedError("no CPU reference")
+    assert beta is not None and actual_seq_lengths is not None and ssm_state_indices is not None and g is not None
+    group = value.shape[1] // query.shape[1]
+    q, k = (x.float().repeat_interleave(group, 1) for x in (query, key))
+    out, first = torch.empty_like(value), 0
+    for length in actual_seq_lengths.tolist():
+        for t in range(first, first + length):
+            if t == first:
+                own = state[ssm_state_indices[t]].float()
+            own = own * g[t].exp()[:, None, None]
+            d = (value[t].float() - torch.einsum("hvk,hk->hv", own, k[t])) * beta[t].float()[:, None]
+            own = own + d[:, :, None] * k[t][:, None]
+            out[t] = torch.einsum("hvk,hk->hv", own, q[t] * scale).to(out.dtype)
+            state[ssm_state_indices[t]] = own.to(state.dtype)
+        first += length
+    return out
+
+
 KERNELS = {
     "npu_fused_infer_attention_score": fused_infer_attention_score,
     "npu_fused_infer_attention_score.out": fused_infer_attention_score_out,
@@ -404,4 +442,5 @@ KERNELS = {
     "npu_add_rms_norm_dynamic_quant": add_rms_norm_dynamic_quant,
     "npu_format_cast": format_cast,
     "npu_quant_matmul": quant_matmul,
+    "npu_recurrent_gated_delta_rule": recurrent_gated_delta_rule,
 }

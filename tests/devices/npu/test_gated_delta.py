@@ -1,6 +1,8 @@
 """Decoding rows of a Gated DeltaNet layer on device "npu:0": the reference's outputs, state and slots."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from tests.fast.engine.delta_layers import BLOCK, SMALL, Layer
 from tests.fast.engine.delta_suite import DeltaSuite
 
 NPU = torch.device("npu:0")
+Verify = Callable[[GatedDeltaStep], Tensor]
 pytestmark = pytest.mark.usefixtures("numerics")
 
 
@@ -36,31 +39,34 @@ class TestConformance(DeltaSuite):
         assert layer.state["matrix"][:2].isfinite().all() and layer.state["conv"][:2].isfinite().all()
 
 
+def launches_of(verify: Verify, rows: int, block: int, **sizes: Any) -> list[Trace]:
+    """Return traces of the first layer of a decoding step of two sequences, and of another."""
+    layer, traces = Layer(SMALL, verify, torch.bfloat16, device=NPU, block=block, **sizes), list[Trace]()
+
+    def run(step: GatedDeltaStep) -> Tensor:
+        memory = replace(step.memory, of_layers=step.memory.num_tokens[None])
+        step = step._replace(memory=memory, shared={})
+        for _ in ("the first layer", "another"):
+            with traced() as trace:
+                o = verify(step)
+            traces.append(trace)
+        return o
+
+    layer.run = run
+    for start in (0, 1):
+        layer.found(layer.rows(2 * rows), [1, 2], [start, start], [rows, rows])
+    of_step = traces[2:]  # the first call makes what depends on shapes alone
+    assert all(trace.waits == [] and trace.of("copy") == [] for trace in of_step)
+    return of_step
+
+
 def test_a_layer_launches_operators_of_static_shapes_and_the_host_waits_for_none() -> None:
-    launches = {}
-    for rows in (1, 16):
-        layer, traces = Layer(SMALL, commit_and_verify, torch.bfloat16, device=NPU, block=16), list[Trace]()
-
-        def run(step: GatedDeltaStep, traces: list[Trace] = traces) -> Tensor:
-            memory = replace(step.memory, of_layers=step.memory.num_tokens[None])
-            step = step._replace(memory=memory, shared={})
-            for _ in ("the first layer", "another"):
-                with traced() as trace:
-                    o = commit_and_verify(step)
-                traces.append(trace)
-            return o
-
-        layer.run = run
-        for start in (0, 1):
-            layer.found(layer.rows(2 * rows), [1, 2], [start, start], [rows, rows])
-        of_step = traces[2:]  # the first call makes what depends on shapes alone
-        assert all(trace.waits == [] and trace.of("copy") == [] for trace in of_step)
-        launches[rows] = [trace.launches.total() for trace in of_step]
-    narrow, wide = launches.values()
+    of_step = {rows: launches_of(commit_and_verify, rows, block=16) for rows in (1, 16)}
+    narrow, wide = ([trace.launches.total() for trace in traces] for traces in of_step.values())
     print(f"launches to commit and verify: {narrow} for 1 row, {wide} for 16")
     assert narrow <= wide
     wanted = f" take {wide[1]} launches in a decoding step, and the first of a forward {wide[0] - wide[1]} more"
-    assert wanted in (ROOT / "docs" / "ascend.md").read_text(), of_step[1].launches
+    assert wanted in (ROOT / "docs" / "ascend.md").read_text(), of_step[16][1].launches
 
 
 def test_masks_of_rows_are_kept_once_for_all_numbers_of_sequences() -> None:

@@ -4,6 +4,7 @@ Times mean nothing on the null device, so none is looked at.
 """
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch_npu
 from torch import Tensor
 
 from app import demo
@@ -48,7 +50,16 @@ SMALL = Extent(
     batches=(16,),
 )
 FEW = npu_questions.QuestionSizes(
-    heads=4, kv_heads=2, requests=2, kv=200, wide=(17,), calls=3, timed=1, repeats=2, graphs=4
+    heads=4,
+    kv_heads=2,
+    requests=2,
+    kv=200,
+    wide=(17,),
+    calls=3,
+    timed=1,
+    repeats=2,
+    graphs=4,
+    recurrent=(2, 4, 32, 32),
 )
 TINY = roofline.RooflineSizes(copied=1 << 14, hidden=64, intermediate=96, qkv=80, weights=2, rows=(1, 16), layers=2)
 UNKNOWN = ["N6", "N7", "N9", "N11", "N12"]
@@ -141,6 +152,7 @@ def point(name: str, backend: Backend) -> Result:
         ("more than 16 rows", "the result is right"),
         ("a chunk in a graph", "A chunk is taken, and the result is right"),
         ("sinks in a graph", "Sinks are taken, and the result is right"),
+        ("recurrent states in bfloat16", "The operator is right. A layer takes"),
         ("replays in a row", "In 2 replays in a row the result is right"),
         ("order of heads", "The order by heads is taken, and the result is right"),
         ("updates of a graph", "3 updates take the host"),
@@ -170,6 +182,13 @@ def test_attention_that_is_taken_and_wrong_is_said_to_be_wrong(backend: NpuBacke
     assert found["status"] == ("failed" if name in npu_questions.RELIED_ON else "ok")
 
 
+def test_a_recurrent_operator_that_is_wrong_is_said_to_be_wrong(backend: NpuBackend, monkeypatch) -> None:
+    right = torch_npu.npu_recurrent_gated_delta_rule
+    monkeypatch.setattr(torch_npu, "npu_recurrent_gated_delta_rule", lambda *call, **more: 2 * right(*call, **more))
+    found = point("recurrent states in bfloat16", backend)
+    assert re.search(r"The operator is WRONG: its results differ by \d+\.\d%\. A layer", found["result"]["found"])
+
+
 class Refusing(NpuBackend):
     """Return the error of a card that refuses a call."""
 
@@ -181,6 +200,7 @@ class Refusing(NpuBackend):
 def test_a_refusal_is_an_answer_and_ends_the_process(backend, name, monkeypatch):
     refusing = Refusing(torch.device("npu:0"))
     monkeypatch.setattr(npu_questions, "attention_of_heads", lambda *call: refusing.attention(*call))
+    monkeypatch.setattr(torch_npu, "npu_recurrent_gated_delta_rule", lambda *call, **more: refusing.attention(*call))
     found = point(name, refusing)
     assert found["result"]["found"].startswith("It is refused: RuntimeError: ") and "error" in found
     assert "(561002: " in found["result"]["found"]

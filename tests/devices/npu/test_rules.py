@@ -156,6 +156,19 @@ def wide_quantised(out: int, columns: int) -> dict[str, Any]:
     return quantised() | numbers | {"scale": new(out, dtype=torch.float32), "bias": new(out)}
 
 
+def delta_rule() -> dict[str, Any]:
+    """Two sequences of three rows, with two heads of q and k for four of v."""
+    rows = {"query": new(6, 2, 32), "key": new(6, 2, 32), "value": new(6, 4, 16), "beta": new(6, 4)}
+    states = {"state": new(5, 4, 16, 32), "ssm_state_indices": ints(3, 3, 3, 1, 1, 1), "actual_seq_lengths": ints(3, 3)}
+    return rows | states | {"g": new(6, 4, dtype=torch.float32), "scale": 0.1}
+
+
+def nine_rows() -> dict[str, Any]:
+    rows = ("query", "key", "value", "beta", "g")
+    longer = {name: x.repeat(2, *[1] * (x.dim() - 1))[:9] for name, x in delta_rule().items() if name in rows}
+    return longer | {"ssm_state_indices": ints(*[3] * 9), "actual_seq_lengths": ints(9)}
+
+
 OPERATORS: dict[Callable[[], dict[str, Any]], str] = {
     attention: "npu_fused_infer_attention_score",
     draft_attention: "npu_fused_infer_attention_score",
@@ -178,6 +191,7 @@ OPERATORS: dict[Callable[[], dict[str, Any]], str] = {
     casting: "npu_format_cast",
     quantised: "npu_quant_matmul",
     quantised_in_nz: "npu_quant_matmul",
+    delta_rule: "npu_recurrent_gated_delta_rule",
 }
 
 
@@ -330,6 +344,21 @@ WRONG: list[tuple[str, Callable[[], dict[str, Any]], str, Change]] = [
     ("N41", quantised, "a bias that is scaled too", on("bias", Tensor.int)),
     ("N41", quantised, "an int8 result", lambda call: call.pop("output_dtype")),
     ("N41", quantised, "an offset", with_(offset=new(48, dtype=torch.float32))),
+    ("N46", delta_rule, "a state in float32", on("state", Tensor.float)),
+    ("N46", delta_rule, "a state as [Dk, Dv]", on("state", lambda it: it.mT.contiguous())),
+    ("N46", delta_rule, "a strided state", with_(state=new(5, 4, 32, 16).mT)),
+    ("N46", delta_rule, "decays in bfloat16", on("g", Tensor.bfloat16)),
+    ("N46", delta_rule, "beta in float32", on("beta", Tensor.float)),
+    ("N46", delta_rule, "no decays", lambda call: call.pop("g")),
+    ("N46", delta_rule, "no scale", lambda call: call.pop("scale")),
+    ("N46", delta_rule, "strided keys", with_(key=new(6, 32, 2).mT)),
+    ("N46", delta_rule, "heads that do not divide", with_(value=new(6, 3, 16), state=new(5, 3, 16, 32))),
+    ("N46", delta_rule, "indices of int64", on("ssm_state_indices", Tensor.long)),
+    ("N46", delta_rule, "a state that does not exist", with_(ssm_state_indices=ints(3, 3, 3, 5, 5, 5))),
+    ("N46", delta_rule, "a state of two sequences", with_(ssm_state_indices=ints(3, 3, 3, 1, 1, 3))),
+    ("N46", delta_rule, "lengths that leave rows out", with_(actual_seq_lengths=ints(3, 2))),
+    ("N46", delta_rule, "a sequence of nine rows", lambda call: call.update(nine_rows())),
+    ("N46", delta_rule, "accepted counts", with_(num_accepted_tokens=ints(1, 1))),
     ("N3", sinks, "more KV than pages", with_(actual_seq_kvlen=[140, 2000])),
     ("N14", sinks, "no scale", lambda call: call.pop("softmax_scale")),
 ]

@@ -41,6 +41,7 @@ class Layer:
     device: torch.device = CPU
     can_wait: bool = False
     gates_apart: bool = False
+    state_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         self.draw = torch.Generator().manual_seed(len(self.shape.layers) + self.shape.channels)
@@ -50,7 +51,8 @@ class Layer:
             "a_log": self.normal(heads) - 1.0,
             "dt_bias": self.normal(heads) - 1.0,
         }
-        memory = StatePool(self.shape, NUM_SLOTS, self.block, self.dtype, TorchBackend(CPU).zeros).layers[0]
+        sizes, zeros = (NUM_SLOTS, self.block, self.dtype), TorchBackend(CPU).zeros
+        memory = StatePool(self.shape, *sizes, zeros, state_dtype=self.state_dtype).layers[0]
         for tensor in (memory.matrix, memory.conv, memory.pending):
             tensor.copy_(self.normal(*tensor.shape))
         self.memory = LayerState(*(getattr(memory, name).to(self.device) for name in SLOTS))
@@ -147,8 +149,8 @@ class Layer:
         return torch.cat(outputs), kept
 
 
-def assert_slots(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+def assert_slots(found: dict[str, Tensor], wanted: dict[str, Tensor], close: dict[str, float] = CLOSE) -> None:
     for name, tensor in found.items():
         torch.testing.assert_close(
-            tensor, wanted[name], **CLOSE, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
+            tensor, wanted[name], **close, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
         )

@@ -17,23 +17,27 @@ class DeltaSuite:
 
     run: Callable[[GatedDeltaStep], Tensor]
     device = CPU
+    close: ClassVar[dict[str, float]] = CLOSE
+    sizes: ClassVar[dict[str, Any]] = {}
+    widest = 16
+    """Rows of a step in the longest tests."""
     keeps_others = False
     """True if pending rows past a sequence's own stay as they were."""
 
     def layer(self, shape: GatedDeltaConfig = SMALL, **sizes: Any) -> Layer:
-        return Layer(shape, type(self).run, device=self.device, **sizes)
+        return Layer(shape, type(self).run, device=self.device, **self.sizes | sizes)
 
     def check(self, layer: Layer, inputs: Tensor, slots: list[int], starts: list[int], counts: list[int], *at: Any):
         """One step against the reference's."""
         wanted, slots_wanted = layer.wanted(inputs, slots, starts, counts, *at)
         found = layer.found(inputs, slots, starts, counts, *at)
         assert found.dtype == torch.float32
-        torch.testing.assert_close(found, wanted, **CLOSE)
+        torch.testing.assert_close(found, wanted, **self.close)
         state = layer.state
         for slot, count in zip(at[0] if at else slots, counts, strict=True):
             if not self.keeps_others:
                 state["pending"][slot, count:] = slots_wanted["pending"][slot, count:] = 0
-        assert_slots(state, slots_wanted)
+        assert_slots(state, slots_wanted, self.close)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -69,20 +73,20 @@ class DeltaSuite:
             inputs = layer.rows(BLOCK)
             wanted, slots = layer.wanted(inputs, [2], [start], [BLOCK])
             for _ in range(2):
-                torch.testing.assert_close(layer.found(inputs, [2], [start], [BLOCK]), wanted, **CLOSE)
-                assert_slots(layer.state, slots)
+                torch.testing.assert_close(layer.found(inputs, [2], [start], [BLOCK]), wanted, **self.close)
+                assert_slots(layer.state, slots, self.close)
             assert int(layer.state["num_tokens"][2]) == start
             start += accepted
 
     @pytest.mark.parametrize("nearly", [0.0, 1e-3])
     def test_repeated_tokens_keep_their_digits(self, nearly):
         """Keys are equal or nearly so, nothing decays and beta is almost 1."""
-        layer = self.layer(block=16)
+        layer = self.layer(block=self.widest)
         layer.weights["a_log"].fill_(-12.0)
-        for start in (0, 16, 32):
-            rows = layer.rows(1) + nearly * layer.rows(16)
+        for start in range(0, 3 * self.widest, self.widest):
+            rows = layer.rows(1) + nearly * layer.rows(self.widest)
             rows[:, SMALL.channels : SMALL.channels + SMALL.num_v_heads] = 6.0
-            self.check(layer, rows, [4], [start], [16])
+            self.check(layer, rows, [4], [start], [self.widest])
 
     def test_nan_of_rows_that_were_not_accepted_and_of_a_slots_last_owner_leaves_no_trace(self):
         layer = self.layer()
@@ -93,7 +97,7 @@ class DeltaSuite:
         layer.memory.pending[1, 2:] = torch.nan
         rows = layer.rows(3)
         wanted, _ = layer.wanted(rows, [1], [2], [3])
-        torch.testing.assert_close(layer.found(rows, [1], [2], [3]), wanted, **CLOSE)
+        torch.testing.assert_close(layer.found(rows, [1], [2], [3]), wanted, **self.close)
         state = layer.state
         assert state["matrix"][1].isfinite().all() and state["conv"][1].isfinite().all()
         assert state["matrix"][2].isnan().all(), "no other slot is touched"
@@ -104,7 +108,7 @@ class DeltaSuite:
         wanted = layer.wanted(inputs, [1, 2], [0, 0], counts)[0]
         inputs[1] = torch.nan
         found = layer.found(inputs, [1, 2], [0, 0], counts)
-        torch.testing.assert_close(found[:1], wanted[:1], **CLOSE)
+        torch.testing.assert_close(found[:1], wanted[:1], **self.close)
         assert found[1:].isnan().all() and layer.state["matrix"][1].isfinite().all()
 
 

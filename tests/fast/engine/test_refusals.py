@@ -22,6 +22,7 @@ EXAMPLES: list[tuple[str, dict[str, Any]]] = [  # a target and wishes for each r
     ("hybrid", {"dtype": "float16"}),
     ("hybrid", {"state_cache_memory": 1 << 20, "prefix_caching": False}),
     ("dense", {"state_cache_memory": 1 << 20}),
+    ("dense", {"mamba_ssm_cache_dtype": "bfloat16"}),
     ("dense", {"verify": 99}),
     ("dense", {"draft_tensor_parallel_size": 4, "tensor_parallel_size": 2}),
     ("dense", {"tensor_parallel_size": 3}),
