@@ -1,6 +1,6 @@
 """A report as a page in Markdown. Every number is the JSON's. Imports no torch."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tools.report.expected import FIGURES
@@ -63,19 +63,13 @@ where a request that ends makes room for the next. The real pair answers the sam
 of a decode step are by CUPTI; what they do not fill of a step are gaps.""",
 }
 VERDICT_CHARS = 3000
-HEADLINES = {
+HEADLINES: dict[str, Sequence[str]] = {
     "host": ("chip", "versions", "driver"),
     "open_points": ("combination",),
-    "engine": None,
-    "pair": None,
-    "server": None,
-    "step": None,
-    "roofline": None,
-    "costs": None,
-    "collectives": None,
-    "speeds": None,
+    "operators": (),
+    "equality": (),
 }
-"""Parts whose `found` stands in the summary; None is all parts of the section."""
+"""Parts whose `found` stands in the summary. Of other sections it is all."""
 
 
 def page(report: Report) -> str:
@@ -129,7 +123,7 @@ def summary(report: Report) -> list[str]:
     what = " ".join(filter(None, (report["report"], report["device"], report.get("chip"))))
     lines = [f"dflash-server {report['server']} {what}, {report['time']}, {report['failed']} failed"]
     for name, section in report["sections"].items():
-        parts, wanted = section["parts"], HEADLINES.get(name, ())
+        parts, wanted = section["parts"], HEADLINES.get(name)
         told = [part for part in parts if part["status"] != "not tried" and (wanted is None or part["name"] in wanted)]
         found = [f"{part['name']}: {part['result']['found']}" for part in told if part["result"].get("found")]
         lines.append(f"{title(name)}: {'; '.join([_counts(parts), *found])}")
