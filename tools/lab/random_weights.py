@@ -339,9 +339,11 @@ def in_16_bits(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def draft_for(target: dict[str, Any]) -> dict[str, Any]:
-    """Return a draft's config: the target's sizes, but few layers. A target with few layers gets fewer taps too."""
+    """Return a draft's config: the target's sizes, but few layers, and default taps."""
     num_layers, vocab_size = target["num_hidden_layers"], target["vocab_size"]
     layers = max(1, min(DRAFT_LAYERS, num_layers - 3))
+    # By default a draft of one layer taps the middle one, which of two is the last, and no tap.
+    taps = {"target_layer_ids": [0]} if num_layers == 2 else {}
     return {key: target[key] for key in _SHARED if key in target} | {
         "model_type": "qwen3",
         "rope_theta": target.get("rope_theta", 1e6),
@@ -349,21 +351,8 @@ def draft_for(target: dict[str, Any]) -> dict[str, Any]:
         "num_hidden_layers": layers,
         "num_target_layers": num_layers,
         "block_size": target.get("draft_block_size", BLOCK_SIZE),
-        "dflash_config": {
-            "target_layer_ids": taps(layers, num_layers),
-            "mask_token_id": min(MASK_TOKEN_ID, vocab_size - 1),
-        },
+        "dflash_config": {"mask_token_id": min(MASK_TOKEN_ID, vocab_size - 1)} | taps,
     }
-
-
-def taps(draft_layers: int, target_layers: int) -> list[int]:
-    """Return the method's default: the middle layer, or one for each layer of the draft, evenly from 1 to N - 3.
-
-    The last layer is never one.
-    """
-    if draft_layers == 1:
-        return [min(target_layers // 2, max(0, target_layers - 2))]
-    return [round(1 + (target_layers - 4) * i / (draft_layers - 1)) for i in range(draft_layers)]
 
 
 def _read(path: Path) -> dict[str, Any]:

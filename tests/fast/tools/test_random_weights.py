@@ -18,7 +18,7 @@ from app.engine.models.weights import Part
 from app.engine.quantised import PackedFp4, QuantisedWeight, packed_fp4
 from app.messages import Request
 from tests.fast.tools.tiny import TINY, tiny_engine
-from tools.lab.random_weights import TARGETS, RandomWeights, draft_for, taps, write_configs
+from tools.lab.random_weights import TARGETS, RandomWeights, draft_for, write_configs
 
 
 class Counted:
@@ -82,11 +82,11 @@ def test_the_draft_is_like_the_published_one(name: str) -> None:
     assert draft.decoder.num_layers == 5
 
 
-@pytest.mark.parametrize("num_layers", [3, 4, 5, 7, 8, 28, 64])
+@pytest.mark.parametrize("num_layers", [2, 3, 4, 5, 7, 8, 28, 64])
 def test_a_target_of_any_depth_gets_a_draft_that_fits_it(num_layers: int) -> None:
     config = TINY | {"num_hidden_layers": num_layers}
     draft = draft_config(draft_for(config), target_config(config))
-    assert list(draft.target_layer_ids) == taps(draft.decoder.num_layers, num_layers)
+    assert len(draft.target_layer_ids) == draft.decoder.num_layers == max(1, min(5, num_layers - 3))
 
 
 def test_an_engine_runs_on_them_and_only_configs_are_written(tmp_path: Path) -> None:
