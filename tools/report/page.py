@@ -1,6 +1,6 @@
 """A report as a page in Markdown. Every number is the JSON's. Imports no torch."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tools.report.expected import FIGURES
@@ -63,12 +63,7 @@ where a request that ends makes room for the next. The real pair answers the sam
 of a decode step are by CUPTI; what they do not fill of a step are gaps.""",
 }
 VERDICT_CHARS = 3000
-HEADLINES: dict[str, Sequence[str]] = {
-    "host": ("chip", "versions", "driver"),
-    "open_points": ("combination",),
-    "operators": (),
-    "equality": (),
-}
+HEADLINES = {"host": ("chip", "versions", "driver"), "open_points": ("combination",)}
 """Parts whose `found` stands in the summary. Of other sections it is all."""
 
 
