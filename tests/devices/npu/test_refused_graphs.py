@@ -37,6 +37,18 @@ def test_sinks_that_tiling_refuses_in_a_graph_leave_steps_eager(tmp_path, monkey
 
 
 @pytest.mark.usefixtures("numerics")
+def test_attention_without_sinks_that_tiling_refuses_in_a_graph_ends_the_start(tmp_path, monkeypatch) -> None:
+    """It is a bug of this server, and must not hide in a slower one."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("call aclnnFusedInferAttentionScoreV3GetMaxWorkspaceSize failed, error code is 561002")
+
+    monkeypatch.setattr(WORKSPACE.replace("_v2", ""), refuse)
+    with pytest.raises(RuntimeError, match="561002"):
+        engine(make_pair(tmp_path, **SHAPE))
+
+
+@pytest.mark.usefixtures("numerics")
 def test_a_refused_capture_that_cannot_be_ended_either_leaves_nothing_behind(tmp_path, monkeypatch, caplog):
     """The refusal is told, not the end's error. An eager call on the capture's stream or in its mode would hang."""
     pair = make_pair(tmp_path, **GPT_OSS | SHAPE)
@@ -55,5 +67,6 @@ def test_a_refused_capture_that_cannot_be_ended_either_leaves_nothing_behind(tmp
     with caplog.at_level(logging.WARNING):
         core = engine(pair)
     assert core.runner.graphs is None and "561002: " in caplog.text
+    assert core.runner.backend._attended is None, "eager calls would be noted for ever"
     assert torch_npu.npu.current_stream() == stream and _get_current_dispatch_mode() is mode
     assert core.run(requests()) == wanted

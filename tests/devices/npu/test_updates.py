@@ -12,6 +12,7 @@ from torch import Tensor
 from app.engine.device.base import AttentionMask
 from app.engine.device.comparison import Attention, Inputs, Paged
 from app.engine.errors import UnsupportedError
+from app.engine.npu.attention import AttentionPlan
 from app.engine.npu.backend import NpuBackend
 from app.engine.npu.graph import NpuGraph
 from tests.devices.npu.null_device import traced
@@ -67,6 +68,26 @@ def test_updates_wait_for_all_work_before_a_launch_and_never_for_the_launch(monk
     assert calls == ["wait_stream", *updates, "replay"]
 
 
+def test_updates_come_in_the_order_of_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device begins with the first layer while the host updates the others."""
+    layers, handles, begin = Layers(), [], torch_npu.npu.graph_task_update_begin
+
+    def noted(stream: Any, handle: Any) -> None:
+        handles.append(handle)
+        begin(stream, handle)
+
+    monkeypatch.setattr(torch_npu.npu, "graph_task_update_begin", noted)
+    layers.graph.replay()
+    assert handles == [record.handle for record in layers.graph._records] and len(handles) == LAYERS
+
+
+def test_a_capture_leaves_the_plans_of_its_caller() -> None:
+    layers = Layers()
+    assert layers.call.meta.plans[CAUSAL].host_seq_lens == [300, 200]
+    layers.graph.replay()
+    layers.check()
+
+
 def test_calls_of_one_mask_share_their_lengths_which_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """At 256 sequences of 36 layers, numbers that each call reads again took three quarters of the updates."""
     layers = Layers()
@@ -77,6 +98,11 @@ def test_calls_of_one_mask_share_their_lengths_which_are_read_once(monkeypatch: 
     for name in ("actual_seq_lengths", "actual_seq_lengths_kv"):
         assert isinstance(first[name], torch._C.ScriptList) and all(call[name] is first[name] for call in others)
     layers.check()
+
+
+def test_lists_of_sixteen_sequences_are_read_once_by_default() -> None:
+    lengths = AttentionPlan(list(range(1, 17)), [100] * 16, None, 0).lengths(sinks=False)
+    assert all(isinstance(numbers, torch._C.ScriptList) for numbers in lengths.values())
 
 
 @pytest.mark.parametrize("way", ["replay", "try_replay"])
