@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from app.check import collectives
 from app.config.engine import EngineConfig
 from app.engine.checkpoint.files import DEMO
-from app.engine.comm.comm import ALONE, Meeting
+from app.engine.comm.comm import ALONE, Alone, Meeting
 from app.engine.errors import UnsupportedError
 from app.engine.npu import backend as npu
 from app.engine.npu import rules
 from app.engine.npu.backend import NpuBackend
+from app.engine.npu.graph import NpuGraph
 from app.engine.sampling.metadata import GRAPH_KINDS
 from app.messages import Request
 from tests import UNTIMED
@@ -105,6 +107,39 @@ def test_a_report_attends_beside_a_sum_in_a_graph_of_two_ranks(monkeypatch: pyte
     )
     assert found["status"] == "ok" and found["result"]["error_of_largest"] == 0.0, found
     assert found["result"]["found"].startswith("With HCCL_OP_EXPANSION_MODE=AIV the result is right")
+
+
+class WrongInAGraph(Alone):
+    """Sums of one rank, of which the second is wrong: that of the capture, after a run for initialisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.sums += 1
+        return x * 3 if self.sums == 2 else x
+
+
+@pytest.mark.usefixtures("numerics")
+def test_a_report_sees_a_wrong_sum_between_attention_and_lengths_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, replay, replayed = NpuBackend(torch.device("npu:0")), NpuGraph.replay, list[NpuGraph]()
+
+    def passed(comm: Alone) -> bool:
+        (case,) = report_ranks.attend_beside_sums(backend, comm, ())
+        return case["passed"]
+
+    def stale(graph: NpuGraph) -> None:
+        if replayed:
+            graph._graph.replay()
+            graph._update(graph._last)
+        else:
+            replay(graph)
+        replayed.append(graph)
+
+    assert passed(ALONE) and not passed(WrongInAGraph())
+    monkeypatch.setattr(NpuGraph, "replay", stale)
+    assert not passed(ALONE)
 
 
 def test_a_graph_that_the_ranks_cannot_capture_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,11 @@ def test_an_operator_that_is_refused_has_failed_with_the_meaning_of_the_code(bac
     assert found["error"]["says"].endswith("561002") and "refuse" in found["error"]["traceback"]
 
 
+def test_a_report_reaches_the_kernel_that_a_single_long_request_has_under_both_masks() -> None:
+    for loads in (report_operators.NPU.causal, report_operators.NPU.both_ways):
+        assert {(1, 1500), (9, 4100), (16, 8193)} <= {lens[0] for lens in loads.values() if len(lens) == 1}
+
+
 # ---- open points ------------------------------------------------------------------------------------------------
 
 
