@@ -231,7 +231,7 @@ def launch_gated_delta(backend: CudaBackend, *, narrow: bool) -> None:
         channels = (2 * k_heads + v_heads) * dim
         width = channels + 2 * v_heads
         gates = (empty(v_heads, dtype=torch.float32) for _ in range(2))
-        weights = GatedDeltaWeights(empty(channels, 4, dtype=dtype), *gates)
+        weights = GatedDeltaWeights.of(empty(channels, 4, dtype=dtype), *gates)
         matrix, conv = empty(9, v_heads, dim, dim, dtype=torch.float32), empty(9, 3, channels, dtype=dtype)
         memory = LayerState(matrix, conv, empty(9, BLOCK_SIZE, width, dtype=dtype), numbers(9))
         for num_seqs, rows in SIZES[1:4]:
