@@ -390,9 +390,9 @@ def _commit_prompts(at: Inputs, count: int, k_heads: int, v_heads: int, dim: int
     weights = GatedDeltaWeights.of(at.normal(shape.channels, 4), *gates)
     slots, next_slots, split_slots = (at.int32(numbers).long() for numbers in ([1, 2], [3, 4], [0, 5]))
     rows = at.int32([0, 45]), at.int32([0, count]), at.int32([0, count, 2 * count + 7])
-    inputs, parts = at.normal(2 * count + 7, shape.input_width), [[count], [count, 7]]
+    inputs, parts = at.normal(2 * count + 7, shape.input_width), ([[count], [count, 7]], [True, False])
     step = GatedDeltaPrompts(
-        inputs, weights, memory, slots, next_slots, split_slots, *rows, parts, at.backend.memory_is_host
+        inputs, weights, memory, slots, next_slots, split_slots, *rows, *parts, at.backend.memory_is_host
     )
     return lambda: (at.backend.commit_prompts(step), memory.matrix, memory.conv, memory.num_tokens)
 

@@ -25,6 +25,8 @@ CHUNK = 64
 """Rows that are solved together, as in the method's code. The work within a chunk grows with its square."""
 L2_EPS = 1e-6
 
+Normed = Callable[[Tensor], Tensor]
+
 _NEVER = -1e4
 """Log of a decay to nothing: exp of it is 0 in fp32, and no operator meets an infinity."""
 
@@ -41,7 +43,7 @@ def short_conv(before: Tensor, rows: Tensor, taps: Tensor) -> Tensor:
     x = torch.cat((before, rows), dim=1).float()
     out = x[:, :num_rows] * taps[0]
     for j in range(1, len(taps)):
-        out = torch.addcmul(out, x[:, j : j + num_rows], taps[j])
+        out.addcmul_(x[:, j : j + num_rows], taps[j])
     return F.silu(out)
 
 
@@ -52,9 +54,16 @@ def last_rows(before: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
 
 
 def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, chunk: int = CHUNK
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    chunk: int = CHUNK,
+    normed: Normed = l2norm,
 ) -> tuple[Tensor, Tensor]:
-    """Return (outputs [S, W, Nv, Dv], the state after the last row) in fp32, of l2-normed q and k.
+    """Return (outputs [S, W, Nv, Dv], the state after the last row) in fp32, of q and k before their l2norm.
 
     A row first decays the state by exp(log_decay). It then adds k d^T with d = beta (v - state^T k), and its output is
     state^T q / sqrt(Dk). A row with log_decay 0 and beta 0 does not change the state. Up to `chunk` rows are solved
@@ -62,27 +71,43 @@ def delta_rule(
     """
     num_rows, num_heads, dim = v.shape[1], v.shape[2], k.shape[3]
     size = min(chunk, num_rows)
-    q, k = (l2norm(x.float()).repeat_interleave(num_heads // x.shape[2], dim=2) for x in (q, k))
-    q, k, v = (_chunks(x.float(), size) for x in (q * dim**-0.5, k, v))
-    beta = _chunks(beta.float()[..., None], size)
-    log_decay = _chunks(log_decay.float()[..., None], size)
-    since_start = log_decay.cumsum(dim=-2).exp()
-    # Decay from row i to row t is exp of a sum over the rows between. Differences of cumulative sums would cancel.
-    is_later = torch.ones(size, size, dtype=torch.bool, device=v.device).tril(-1)
-    between = torch.where(is_later, log_decay, 0.0).cumsum(dim=-2).exp().tril()
-    k_beta = k * beta
-    system = (k_beta @ k.mT) * between
-    solved = unit_inverse(system) @ torch.cat((v * beta, k_beta * since_start), dim=-1)
-    d_without_state, d_per_state = solved.split_with_sizes([v.shape[-1], dim], dim=-1)
-    seen = (q @ k.mT) * between
+    # All is [chunks, S, Nv, rows, D], so what a chunk reads and writes lies together.
+    qk = normed(_chunks(torch.stack((q, k), dim=2).float(), size)).movedim(2, -2)
+    qk = qk.unsqueeze(4).expand(-1, -1, -1, -1, num_heads // k.shape[2], -1, -1)
+    qk = qk.permute(0, 1, 3, 4, 2, 5, 6).flatten(2, 3)
+    v, beta, log_decay = (_chunks(x.float(), size).movedim(2, 3) for x in (v, beta[..., None], log_decay))
+    sums = log_decay.reshape(-1, size) @ _decays(size, v.device)
+    since_start, between = sums.exp_().view(*v.shape[:3], size, -1).tril_(1).split_with_sizes([1, size], dim=4)
+    q, k = qk.unbind(3)
+    products = (qk.flatten(3, 4) @ k.mT).unflatten(3, (2, size)) * between.unsqueeze(3)
+    seen, system = products.unbind(3)
+    inverse = unit_inverse(system * beta)
+    d, d_per_state = inverse @ (v * beta), inverse @ (k * (since_start * beta))
     q_of_state, k_at_end = q * since_start, (k * between[..., -1, :, None]).mT
-    outputs = []
-    for i in range(q.shape[2]):
-        d = d_without_state[:, :, i] - d_per_state[:, :, i] @ state
-        outputs.append(q_of_state[:, :, i] @ state + seen[:, :, i] @ d)
-        state = torch.addcmul(k_at_end[:, :, i] @ d, state, since_start[:, :, i, -1:])
-    o = torch.stack(outputs, dim=2).flatten(2, 3).transpose(1, 2)
-    return o[:, :num_rows], state
+    o, decay = torch.empty_like(d), since_start[..., -1:, :]
+    state = state.flatten(0, 1).clone(memory_format=torch.contiguous_format)
+    # All in place, so that no chunk takes memory of its own.
+    for d_i, d_per_state_i, o_i, q_i, decay_i, k_i in zip(
+        *(x.flatten(1, 2) for x in (d, d_per_state, o, q_of_state, decay, k_at_end)), strict=True
+    ):
+        d_i.baddbmm_(d_per_state_i, state, alpha=-1)
+        torch.bmm(q_i, state, out=o_i)
+        state.mul_(decay_i).baddbmm_(k_i, d_i)
+    scale = dim**-0.5
+    o.flatten(0, 2).baddbmm_(seen.flatten(0, 2), d.flatten(0, 2), beta=scale, alpha=scale)
+    o = o.permute(1, 0, 3, 2, 4).flatten(1, 2)
+    return o[:, :num_rows], state.view(-1, num_heads, *state.shape[1:])
+
+
+@cache
+def _decays(size: int, device: torch.device) -> Tensor:
+    """Return sums [n, n (n + 1)] of the logs of n rows: up to each row all of them, and those after each row.
+
+    Differences of cumulative sums would cancel.
+    """
+    row = torch.arange(size, device=device)
+    after = torch.arange(-1, size, device=device)
+    return ((after < row[:, None, None]) & (row[:, None, None] <= row[:, None])).float().flatten(1)
 
 
 def unit_inverse(system: Tensor) -> Tensor:
@@ -115,24 +140,27 @@ def _corners(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:
-    """Return [S, W, N, D] as [S, N, chunks, size, D], with zeros after the last row."""
-    x = x.transpose(1, 2)
-    if missing := -x.shape[2] % size:
-        x = F.pad(x, (0, 0, 0, missing))
-    return x.unflatten(2, (-1, size))
+    """Return rows [S, W, ...] as [chunks, S, size, ...], with zeros after the last row."""
+    if missing := -x.shape[1] % size:
+        x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing))
+    return x.unflatten(1, (-1, size)).transpose(0, 1)
 
 
-def commit_prompts(step: GatedDeltaPrompts) -> Tensor:
-    """Return `Backend.commit_prompts`, a prompt after the other."""
+def commit_prompts(step: GatedDeltaPrompts, normed: Normed = l2norm) -> Tensor:
+    """Return `Backend.commit_prompts`, a prompt after the other, with `normed` as the l2norm."""
     inputs, memory, outputs, done = whole_inputs(step), step.memory, [], 0
-    for number, parts in enumerate(step.parts):
+    for number, (parts, is_new) in enumerate(zip(step.parts, step.are_new, strict=True)):
         one = slice(number, number + 1)
         start = step.starts[one]
-        state, pending, counts = memory.at(step.slots[one], start)
-        if not step.can_wait or counts.any():  # a checkpoint of a decoding sequence has pending rows
-            state = advance(step.weights, pending, state, counts)[1]
+        if is_new:
+            matrix, conv = memory.matrix[:1], memory.conv[:1]
+            state = State(torch.zeros_like(matrix, dtype=torch.float32), torch.zeros_like(conv))
+        else:
+            state, pending, counts = memory.at(step.slots[one], start)
+            if not step.can_wait or counts.any():  # a checkpoint of a decoding sequence has pending rows
+                state = advance(step.weights, pending, state, counts, normed)[1]
         for count, slot in zip(parts, (step.split_slots, step.next_slots)[-len(parts) :], strict=True):
-            o, state = advance(step.weights, inputs[None, done : done + count], state)
+            o, state = advance(step.weights, inputs[None, done : done + count], state, normed=normed)
             done, start = done + count, start + count
             memory.write(slot[one], state, start)
             outputs.append(o[0])
@@ -140,7 +168,7 @@ def commit_prompts(step: GatedDeltaPrompts) -> Tensor:
 
 
 def advance(
-    weights: GatedDeltaWeights, inputs: Tensor, state: State, counts: Tensor | None = None
+    weights: GatedDeltaWeights, inputs: Tensor, state: State, counts: Tensor | None = None, normed: Normed = l2norm
 ) -> tuple[Tensor, State]:
     """Return outputs [S, W, Nv, Dv] of inputs [S, W, C + 2 Nv], and the state after all rows or the first `counts` [S].
 
@@ -159,7 +187,7 @@ def advance(
     beta = b.float().sigmoid()
     if is_row is not None:  # a row without decay and beta does not change the state
         log_decay, beta = torch.where(is_row, log_decay, 0.0), torch.where(is_row, beta, 0.0)
-    o, matrix = delta_rule(q, k, v.unflatten(2, (num_heads, v_dim)), log_decay, beta, state.matrix)
+    o, matrix = delta_rule(q, k, v.unflatten(2, (num_heads, v_dim)), log_decay, beta, state.matrix, normed=normed)
     if counts is None:
         last = torch.cat((state.conv, mixed), dim=1)[:, num_rows:]
     else:
@@ -257,7 +285,7 @@ def logs_of(gates: Tensor, weights: GatedDeltaWeights) -> Tensor:
     return F.softplus(torch.addcmul(weights.biases, gates, weights.signs)) * weights.rates
 
 
-def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] = l2norm) -> Tensor:
+def commit_and_verify(step: GatedDeltaStep, normed: Normed = l2norm) -> Tensor:
     """Return `Backend.commit_and_verify`, with `normed` as the l2norm. All is computed before the first write.
 
     The first layer of a forward finds the places of its rows for all.

@@ -32,9 +32,9 @@ class LayerState:
         """Return (state, pending rows [S, b, C + 2 Nv], how many of them [S] count) of sequences about to run from
         positions `starts` [S] on. Position 0 begins with zeros, not with the state of the slot's previous owner."""
         is_new = starts == 0
-        matrix = self.matrix[slots].float().masked_fill(is_new[:, None, None, None], 0.0)
-        conv = self.conv[slots].masked_fill(is_new[:, None, None], 0.0)
-        counts = (starts - self.num_tokens[slots]).clamp(0, self.pending.shape[1]).masked_fill(is_new, 0)
+        matrix = self.matrix[slots].float().masked_fill_(is_new[:, None, None, None], 0.0)
+        conv = self.conv[slots].masked_fill_(is_new[:, None, None], 0.0)
+        counts = (starts - self.num_tokens[slots]).clamp(0, self.pending.shape[1]).masked_fill_(is_new, 0)
         return State(matrix, conv), self.pending[slots], counts
 
     def write(self, slots: Tensor, state: State, num_tokens: Tensor) -> None:
@@ -94,7 +94,7 @@ class GatedDeltaPrompts(NamedTuple):
     weights: GatedDeltaWeights
     memory: LayerState  # written in place
 
-    # The fields of `PromptRows`, on the device but for the last.
+    # The fields of `PromptRows`, on the device but for the last two.
     slots: Tensor
     next_slots: Tensor
     split_slots: Tensor
@@ -102,6 +102,7 @@ class GatedDeltaPrompts(NamedTuple):
     splits: Tensor
     query_start_loc: Tensor
     parts: list[list[int]]
+    are_new: list[bool]
 
     can_wait: bool = False  # as above
     gates: Tensor | None = None  # as above

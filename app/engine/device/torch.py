@@ -15,7 +15,7 @@ from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, De
 from app.engine.device.gated_delta import commit_and_verify, commit_prompts
 from app.engine.device.host_memory import host_memory, zeros_on_host
 from app.engine.device.moe import ExpertWeights, MoeConfig, grouped, mixture
-from app.engine.device.recurrent import GatedDeltaStep
+from app.engine.device.recurrent import GatedDeltaPrompts, GatedDeltaStep
 from app.engine.quantised import Rows, plain
 
 MAX_SCORES = 1 << 24
@@ -96,7 +96,8 @@ class TorchBackend(Backend):
     def commit_and_verify(self, step: GatedDeltaStep) -> Tensor:
         return commit_and_verify(step)
 
-    commit_prompts = staticmethod(commit_prompts)
+    def commit_prompts(self, step: GatedDeltaPrompts) -> Tensor:
+        return commit_prompts(step)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return `Backend.zeros`. The host maps memory when it is written."""

@@ -107,6 +107,7 @@ class GatedDeltaNet(nn.Module):
                 splits=prompts.splits,
                 query_start_loc=prompts.query_start_loc,
                 parts=prompts.parts,
+                are_new=prompts.are_new,
                 can_wait=self._backend.memory_is_host,
                 gates=gates,
             )

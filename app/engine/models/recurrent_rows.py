@@ -39,6 +39,7 @@ class PromptRows(Generic[A]):
     splits: A  # [P] int32
     query_start_loc: A  # [P + 1] int32: numbers of first rows
     parts: list[list[int]]  # on the host: rows of each chunk, those up to a split and those after it
+    are_new: list[bool]  # on the host: chunks from position 0 on, so without a state
 
 
 @dataclass(slots=True)
@@ -86,4 +87,5 @@ def prompt_rows(moves: list[tuple[int, int, int]], starts: list[int], parts: lis
         np.array([sum(rows[:-1]) for rows in parts], dtype=np.int32),
         np.array([0, *accumulate(map(sum, parts))], dtype=np.int32),
         parts,
+        [start == 0 for start in starts],
     )

@@ -18,7 +18,7 @@ from app.engine.device import accelerator
 from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, Defaults, LayerKv, ProjectedRows, Rotation
 from app.engine.device.gated_delta import L2_EPS, commit_and_verify, commit_prompts
 from app.engine.device.moe import SWIGLU_ALPHA, ExpertWeights, MoeConfig, router_logits
-from app.engine.device.recurrent import GatedDeltaStep
+from app.engine.device.recurrent import GatedDeltaPrompts, GatedDeltaStep
 from app.engine.errors import GraphsRefusedError, UnsupportedError
 from app.engine.npu import gated_delta, int8_rows, nz, rules
 from app.engine.npu.attention import AttentionPlan, graph_workspace
@@ -289,7 +289,8 @@ class NpuBackend(Backend):
             return gated_delta.commit_and_verify(step, l2norm)
         return commit_and_verify(step, l2norm)
 
-    commit_prompts = staticmethod(commit_prompts)
+    def commit_prompts(self, step: GatedDeltaPrompts) -> Tensor:
+        return commit_prompts(step, l2norm)
 
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> NpuGraph:
         """Return `Backend.capture`, with the longest KV that the page tables have room for.

@@ -244,7 +244,7 @@ def launch_gated_delta(backend: CudaBackend, *, narrow: bool) -> None:
                 backend.gated_norm(o, z, empty(dim, dtype=torch.float32), 1e-6, reader)
                 backend.sigmoid_mul(empty(rows, v_heads * dim, dtype=dtype), z, reader)
             own = *(numbers(num_seqs) for _ in range(2)), numbers(num_seqs + 1)
-            backend.commit_prompts(GatedDeltaPrompts(inputs, weights, memory, *slots, *own, []))
+            backend.commit_prompts(GatedDeltaPrompts(inputs, weights, memory, *slots, *own, [], []))
 
 
 def launch_experts() -> None:

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from app.engine.device.gated_delta import _fixed
 from app.engine.device.gated_delta import commit_and_verify as commit_and_verify_with
-from app.engine.device.recurrent import GatedDeltaStep
+from app.engine.device.gated_delta import commit_prompts as commit_prompts_with
+from app.engine.device.recurrent import GatedDeltaPrompts, GatedDeltaStep
 from app.engine.npu.backend import l2norm
 from tests import ROOT
 from tests.devices.npu.null_device import Trace, traced
 from tests.fast.engine.delta_layers import BLOCK, SMALL, Layer
-from tests.fast.engine.delta_suite import DeltaSuite
+from tests.fast.engine.delta_suite import DeltaSuite, PromptSuite
 
 NPU = torch.device("npu:0")
 Verify = Callable[[GatedDeltaStep], Tensor]
@@ -25,6 +26,10 @@ pytestmark = pytest.mark.usefixtures("numerics")
 
 def commit_and_verify(step: GatedDeltaStep) -> Tensor:
     return commit_and_verify_with(step, l2norm)
+
+
+def commit_prompts(step: GatedDeltaPrompts) -> Tensor:
+    return commit_prompts_with(step, l2norm)
 
 
 class TestConformance(DeltaSuite):
@@ -37,6 +42,11 @@ class TestConformance(DeltaSuite):
             tensor.fill_(torch.nan)
         layer.found(layer.rows(BLOCK + 2), [1, 0], [0, 3], [BLOCK, 2])
         assert layer.state["matrix"][:2].isfinite().all() and layer.state["conv"][:2].isfinite().all()
+
+
+class TestConformanceOfPrompts(PromptSuite):
+    run = staticmethod(commit_prompts)
+    device = NPU
 
 
 def launches_of(verify: Verify, rows: int, block: int, **sizes: Any) -> list[Trace]:
@@ -67,6 +77,26 @@ def test_a_layer_launches_operators_of_static_shapes_and_the_host_waits_for_none
     assert narrow <= wide
     wanted = f" take {wide[1]} launches in a decoding step, and the first of a forward {wide[0] - wide[1]} more"
     assert wanted in (ROOT / "docs" / "ascend.md").read_text(), of_step[16][1].launches
+
+
+def test_a_new_prompt_commits_no_pending_rows_and_the_host_waits_for_none() -> None:
+    layer, traces = Layer(SMALL, commit_and_verify, torch.bfloat16, device=NPU, block=16), list[Trace]()
+
+    def run(step: GatedDeltaPrompts) -> Tensor:
+        with traced() as trace:
+            o = commit_prompts(step)
+        traces.append(trace)
+        return o
+
+    for start in (0, 0, 40, 40):
+        layer.found_of_prompts(run, layer.rows(2048), [(1, 2, 0, start)], [[2048]])
+    of_chunk = traces[1::2]  # the first of each kind makes what depends on shapes alone
+    assert all(trace.waits == [] and trace.of("copy") == [] for trace in of_chunk)
+    new, later = (trace.launches.total() for trace in of_chunk)
+    print(f"launches to commit 2,048 tokens: {new} of a new prompt, {later} of a later chunk")
+    assert new < later
+    wanted = f"A new prompt of 2,048 tokens takes {new} launches, and a later chunk of as many {later}"
+    assert wanted in (ROOT / "docs" / "ascend.md").read_text(), of_chunk[0].launches
 
 
 def test_masks_of_rows_are_kept_once_for_all_numbers_of_sequences() -> None:
