@@ -240,6 +240,7 @@ def test_a_flag_of_another_project_takes_the_values_that_it_has_there_and_no_mod
         "device": "cpu",
         "generation_config": "openai",
         "root_path": "/llm",
+        "mamba_ssm_cache_dtype": "bfloat16",
     }
     ours |= dict.fromkeys(("default_chat_template_kwargs", "override_generation_config"), '{"top_k": 1}')
     for name in peer.names:
