@@ -475,6 +475,17 @@ def _delta_rule_values(hold: _Holder, call: Mapping[str, Any]) -> None:
     hold("N46", len(pairs[0].unique()) == pairs.shape[1], "two sequences have one state")
 
 
+def _index(hold: _Holder, call: Mapping[str, Any]) -> None:
+    given = [axis for axis, index in enumerate(call["indices"]) if index is not None]
+    hold("N47", given == list(range(given[0], given[-1] + 1)), f"indices of axes {given}, with another between")
+
+
+def _write_by_index(hold: _Holder, call: Mapping[str, Any]) -> None:
+    hold("N47", call["self"].is_contiguous(), f"a strided view {_shape(call['self'])}, which is copied whole, twice")
+    if "indices" in call:
+        _index(hold, call)
+
+
 _ATTENTION = ("npu_fused_infer_attention_score", "_npu_fused_infer_attention_score_get_max_workspace")
 _ATTENTION_V2 = ("npu_fused_infer_attention_score_v2", "_npu_fused_infer_attention_score_v2_get_max_workspace")
 _CALL_RULES: dict[str, Callable[[_Holder, Mapping[str, Any]], None]] = {
@@ -498,6 +509,9 @@ _CALL_RULES: dict[str, Callable[[_Holder, Mapping[str, Any]], None]] = {
     "npu_format_cast": _format_cast,
     "npu_quant_matmul": _quant_matmul,
     "npu_recurrent_gated_delta_rule": _delta_rule,
+    "aten::index": _index,
+    "aten::index_put_": _write_by_index,
+    "aten::index_copy_": _write_by_index,
 }
 _VALUE_RULES: dict[str, Callable[[_Holder, Mapping[str, Any]], None]] = {
     "npu_fused_infer_attention_score": _attention_values,

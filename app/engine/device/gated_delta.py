@@ -153,8 +153,7 @@ def commit_prompts(step: GatedDeltaPrompts, normed: Normed = l2norm) -> Tensor:
         one = slice(number, number + 1)
         start = step.starts[one]
         if is_new:
-            matrix, conv = memory.matrix[:1], memory.conv[:1]
-            state = State(torch.zeros_like(matrix, dtype=torch.float32), torch.zeros_like(conv))
+            state = memory.first()
         else:
             state, pending, counts = memory.at(step.slots[one], start)
             if not step.can_wait or counts.any():  # a checkpoint of a decoding sequence has pending rows
@@ -203,7 +202,8 @@ class Places(NamedTuple):
     block: int  # b
     windows: Tensor  # [L, S * (b + W + 1) * K], rows of all sequences' inputs: conv, pending, new, and none
     ends: Tensor  # [L, S * Nv], rows of `between`: the decays up to the last accepted row
-    outputs: tuple[Tensor, Tensor]  # sequences and columns of the step's rows, each [R]
+    outputs: Tensor  # [R * Nv], where the step's rows are among those [S, Nv, W] of the result
+    kept: Tensor  # [S * W], where the new rows are among the pending rows of all slots
 
 
 def places_of(step: GatedDeltaStep) -> tuple[Places, int]:
@@ -236,13 +236,16 @@ def _places(step: GatedDeltaStep, num_tokens: Tensor) -> Places:
     windows = (rows + accepted[..., None] * moves).masked_fill_(is_none, each - 1)
     num_heads, each = memory.matrix.shape[1], 2 * (1 + block + width)
     ends = _numbers(len(starts) * num_heads, each, device).view(-1, num_heads) + accepted[..., None]
+    outputs = (step.places // width * (num_heads * width) + step.places % width)[:, None]
+    outputs = outputs + _numbers(num_heads, width, device)
     return Places(
         None if step.can_wait and not is_new.any() else is_new,
         accepted,
         block,
         windows.flatten(1),
         ends.flatten(1),
-        (step.places // width, step.places % width),
+        outputs.flatten(),
+        (step.next_slots[:, None] * memory.pending.shape[1] + _numbers(width, 1, device)).flatten(),
     )
 
 
@@ -291,14 +294,14 @@ def commit_and_verify(step: GatedDeltaStep, normed: Normed = l2norm) -> Tensor:
     The first layer of a forward finds the places of its rows for all.
     """
     weights, memory, width = step.weights, step.memory, step.rows.shape[1]
-    num_heads, k_dim, v_dim = memory.matrix.shape[1:]
+    new, state = whole_inputs(step)[step.rows], memory.read(step.slots)
+    num_heads, k_dim, v_dim = state.shape[1:]
     keys = (memory.conv.shape[2] - num_heads * v_dim) // 2
     k_heads = keys // k_dim
     places, layer = places_of(step)
     num_rows = places.block + width
     of_logs, never = _fixed(num_rows, step.inputs.device)
 
-    new, state = whole_inputs(step)[step.rows], memory.matrix[step.slots].float()
     if places.is_new is not None:
         state.masked_fill_(places.is_new[:, None, None, None], 0.0)
     mixed, gates, last_inputs = convolved(step, new, places, layer)
@@ -325,12 +328,11 @@ def commit_and_verify(step: GatedDeltaStep, normed: Normed = l2norm) -> Tensor:
     to_end = between.flatten(0, 3).index_select(0, places.ends[layer]).view(-1, num_heads, 1 + num_rows, 1)
     k_at_end = k.unsqueeze(2) * to_end[:, :, 1:].unflatten(1, (k_heads, -1))
     state.mul_(to_end[:, :, :1]).flatten(0, 1).baddbmm_(k_at_end.flatten(0, 2).mT, minus_d, alpha=-1)
-    sequences, columns = places.outputs
-    o = o.view(-1, num_heads, width, v_dim)[sequences, :, columns]
-    memory.matrix[step.next_slots] = state.to(memory.matrix.dtype)
+    o = o.view(-1, v_dim).index_select(0, places.outputs).view(-1, num_heads, v_dim)
+    memory.matrix[step.next_slots] = memory.stored(state)
     memory.conv[step.next_slots] = last_inputs
     memory.num_tokens[step.next_slots] = step.starts.to(torch.int32)
-    memory.pending[:, :width][step.next_slots] = new
+    memory.pending.flatten(0, 1)[places.kept] = new.flatten(0, 1)
     return o
 
 

@@ -21,18 +21,32 @@ class LayerState:
     The next step commits as many pending rows as its position exceeds `num_tokens`, so none twice.
     """
 
-    matrix: Tensor  # [slots, Nv, Dk, Dv] fp32, or bf16 whose memory is [slots, Nv, Dv, Dk]
+    matrix: Tensor  # [slots, Nv, Dk, Dv] fp32, or [slots, Nv, Dv, Dk] bf16, as an NPU's operator reads it
     conv: Tensor  # [slots, K - 1, C]
     pending: Tensor  # [slots, b, C + 2 Nv]: the layer's inputs at the rows that the last step has verified
     num_tokens: Tensor  # [slots] int32
     of_layers: Tensor | None = None  # [L, slots] int32: `num_tokens` of all layers of a pool, of which this is `index`
     index: int = 0
 
+    def read(self, slots: Tensor) -> Tensor:
+        """Return states [S, Nv, Dk, Dv] in fp32."""
+        states = self.matrix[slots]
+        return states if states.dtype == torch.float32 else states.mT.float()
+
+    def stored(self, states: Tensor) -> Tensor:
+        """Return states [S, Nv, Dk, Dv] in fp32 as slots have them."""
+        return states if self.matrix.dtype == torch.float32 else states.mT.to(self.matrix.dtype)
+
+    def first(self) -> State:
+        """Return the state of one sequence at position 0."""
+        matrix = self.matrix[:1] if self.matrix.dtype == torch.float32 else self.matrix[:1].mT
+        return State(matrix.new_zeros(matrix.shape, dtype=torch.float32), torch.zeros_like(self.conv[:1]))
+
     def at(self, slots: Tensor, starts: Tensor) -> tuple[State, Tensor, Tensor]:
         """Return (state, pending rows [S, b, C + 2 Nv], how many of them [S] count) of sequences about to run from
         positions `starts` [S] on. Position 0 begins with zeros, not with the state of the slot's previous owner."""
         is_new = starts == 0
-        matrix = self.matrix[slots].float().masked_fill_(is_new[:, None, None, None], 0.0)
+        matrix = self.read(slots).masked_fill_(is_new[:, None, None, None], 0.0)
         conv = self.conv[slots].masked_fill_(is_new[:, None, None], 0.0)
         counts = (starts - self.num_tokens[slots]).clamp(0, self.pending.shape[1]).masked_fill_(is_new, 0)
         return State(matrix, conv), self.pending[slots], counts
@@ -40,7 +54,7 @@ class LayerState:
     def write(self, slots: Tensor, state: State, num_tokens: Tensor) -> None:
         """Write the state after `num_tokens` [S] tokens to slots [S]. Nothing fails once the first write begins."""
         # These are allocated before anything is written.
-        matrix, num_tokens = state.matrix.to(self.matrix.dtype), num_tokens.to(torch.int32)
+        matrix, num_tokens = self.stored(state.matrix), num_tokens.to(torch.int32)
         self.matrix.index_copy_(0, slots, matrix)
         self.conv.index_copy_(0, slots, state.conv)
         self.num_tokens.index_copy_(0, slots, num_tokens)

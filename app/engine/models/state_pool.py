@@ -16,7 +16,7 @@ class StatePool:
     """Slots of all recurrent layers, zeroed once. Slot 0 is scratch, for padding, and `num_slots` follow it.
 
     They include `num_checkpoints` of the prefix cache. `block_size` is the most rows that a step verifies. States in
-    bfloat16 lie as [Nv, Dv, Dk], which is what an NPU's operator reads (N46).
+    bfloat16 are [Nv, Dv, Dk], which is what an NPU's operator reads (N46).
     """
 
     def __init__(
@@ -30,11 +30,9 @@ class StatePool:
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
         slots = (len(config.layers), num_slots + 1)
-        heads, k_dim, v_dim = config.num_v_heads, config.k_head_dim, config.v_head_dim
-        if state_dtype == torch.float32:
-            matrix = zeros((*slots, heads, k_dim, v_dim), dtype=state_dtype)
-        else:
-            matrix = zeros((*slots, heads, v_dim, k_dim), dtype=state_dtype).mT
+        dims = config.k_head_dim, config.v_head_dim
+        dims = dims if state_dtype == torch.float32 else dims[::-1]
+        matrix = zeros((*slots, config.num_v_heads, *dims), dtype=state_dtype)
         conv = zeros((*slots, config.conv_kernel - 1, config.channels), dtype=dtype)
         pending = zeros((*slots, block_size, config.input_width), dtype=dtype)
         num_tokens = zeros(slots, dtype=torch.int32)

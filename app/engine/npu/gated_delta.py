@@ -57,7 +57,7 @@ def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor]) 
     What is accepted is written before the step's own rows run. If they fail, the step that is repeated commits none.
     """
     memory, num_seqs, width = step.memory, *step.rows.shape
-    num_heads, k_dim, v_dim = memory.matrix.shape[1:]
+    num_heads, v_dim, k_dim = memory.matrix.shape[1:]
     channels, taps = memory.conv.shape[2], step.weights.taps
     keys, widths = (channels - num_heads * v_dim) // 2, [channels, num_heads, num_heads]
     places, layer = gated_delta.places_of(step)
@@ -74,7 +74,7 @@ def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor]) 
     q, k = normed(mixed[:, : 2 * keys].view(num_rows, 2, -1, k_dim).transpose(0, 1).contiguous())
     v = mixed[:, 2 * keys :].contiguous().view(num_rows, num_heads, v_dim)
 
-    own = memory.matrix.mT[step.slots]
+    own = memory.matrix[step.slots]
     if places.is_new is not None:
         own.masked_fill_(places.is_new[:, None, None, None], 0.0)
 
@@ -92,10 +92,10 @@ def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor]) 
         )
 
     run(0, slice(num_pending))
-    memory.matrix.mT[step.next_slots] = own
+    memory.matrix[step.next_slots] = own
     memory.conv[step.next_slots] = last_inputs[:, :channels].view(num_seqs, -1, channels)
     memory.num_tokens[step.next_slots] = step.starts.to(torch.int32)
-    memory.pending[:, :width][step.next_slots] = new
+    memory.pending.flatten(0, 1)[places.kept] = new.flatten(0, 1)
     return run(1, slice(num_pending, None))[step.places].float()
 
 
@@ -108,7 +108,7 @@ def trial_step(config: GatedDeltaConfig, block_size: int, device: torch.device) 
 
     heads, channels = config.num_v_heads, config.channels
     memory = LayerState(
-        normal(3, heads, config.v_head_dim, config.k_head_dim).mT,
+        normal(3, heads, config.v_head_dim, config.k_head_dim),
         normal(3, config.conv_kernel - 1, channels),
         normal(3, block_size, config.input_width),
         torch.full((3,), 40, dtype=torch.int32, device=device),

@@ -163,6 +163,18 @@ def delta_rule() -> dict[str, Any]:
     return rows | states | {"g": new(6, 4, dtype=torch.float32), "scale": 0.1}
 
 
+def read() -> dict[str, Any]:
+    return {"self": new(4, 5, 4), "indices": [ints(1, 2).long()]}
+
+
+def indexed() -> dict[str, Any]:
+    return read() | {"values": new(1)}
+
+
+def copied() -> dict[str, Any]:
+    return {"self": new(4, 5, 4), "dim": 0, "index": ints(1, 2).long(), "source": new(2, 5, 4)}
+
+
 def nine_rows() -> dict[str, Any]:
     rows = ("query", "key", "value", "beta", "g")
     longer = {name: x.repeat(2, *[1] * (x.dim() - 1))[:9] for name, x in delta_rule().items() if name in rows}
@@ -192,6 +204,9 @@ OPERATORS: dict[Callable[[], dict[str, Any]], str] = {
     quantised: "npu_quant_matmul",
     quantised_in_nz: "npu_quant_matmul",
     delta_rule: "npu_recurrent_gated_delta_rule",
+    read: "index",
+    indexed: "index_put_",
+    copied: "index_copy_",
 }
 
 
@@ -359,14 +374,21 @@ WRONG: list[tuple[str, Callable[[], dict[str, Any]], str, Change]] = [
     ("N46", delta_rule, "lengths that leave rows out", with_(actual_seq_lengths=ints(3, 2))),
     ("N46", delta_rule, "a sequence of nine rows", lambda call: call.update(nine_rows())),
     ("N46", delta_rule, "accepted counts", with_(num_accepted_tokens=ints(1, 1))),
+    ("N47", indexed, "a view of some columns", on("self", lambda it: it[:, :2])),
+    ("N47", indexed, "indices apart", with_(indices=[ints(1, 2).long(), None, ints(0, 1).long()])),
+    ("N47", read, "indices apart", with_(indices=[ints(1, 2).long(), None, ints(0, 1).long()])),
+    ("N47", copied, "a view of some columns", lambda call: call.update(self=new(4, 9, 4)[:, :5])),
     ("N3", sinks, "more KV than pages", with_(actual_seq_kvlen=[140, 2000])),
     ("N14", sinks, "no scale", lambda call: call.pop("softmax_scale")),
 ]
 
 
 def run(make: Callable[[], dict[str, Any]], call: dict[str, Any]) -> None:
-    sinks_of_any_size = {wide_sinks: OPERATORS[sinks]}
-    getattr(torch_npu, (OPERATORS | sinks_of_any_size).get(make, "npu_fused_infer_attention_score"))(**call)
+    name = (OPERATORS | {wide_sinks: OPERATORS[sinks]}).get(make, "npu_fused_infer_attention_score")
+    if name.startswith("npu_"):
+        getattr(torch_npu, name)(**call)
+    else:
+        getattr(torch.ops.aten, name)(*call.values())
 
 
 @pytest.mark.parametrize(("rule", "make", "what", "spoil"), WRONG, ids=[f"{rule} {what}" for rule, _, what, _ in WRONG])
