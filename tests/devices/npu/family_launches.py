@@ -16,6 +16,7 @@ from app.messages import Request
 from tests.devices.npu.engines import engine
 from tests.devices.npu.null_device import traced
 from tests.devices.npu.numerics import Numerics
+from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.pairs import GPT_OSS, make_pair
 from tests.fast.engine.quantised import quantise
 
@@ -27,6 +28,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3-MoE": {"experts": 8},
     "Qwen3-MoE, W8A8": {"experts": 8},
     "gpt-oss": GPT_OSS,
+    "Qwen3.5, attention": {"more": "full_attention"},
+    "Qwen3.5, recurrent": {"more": "linear_attention"},
+    "Qwen3.5, recurrent with states in bfloat16": {"more": "linear_attention"},
 }
 HEAD = "| a layer of | launches |"
 
@@ -50,10 +54,17 @@ def row(folder: Path, name: str) -> str:
 def _launches(folder: Path, name: str, num_layers: int) -> Counter[str]:
     """Return the launches of a decode step of two sequences, by operator."""
     folder.mkdir()
-    pair = make_pair(folder, num_layers=num_layers, draft_layers=1, taps=(0,), head_dim=64, **FAMILIES[name])
+    shape: dict[str, Any] = {"draft_layers": 1, "taps": (0,), "head_dim": 64}
+    sizes: dict[str, Any] = {"max_num_seqs": 2, "kv_cache_memory": 16 << 20, "max_model_len": 256, "draft": None}
+    if "more" in FAMILIES[name]:
+        kinds = ("linear_attention", "full_attention", *[FAMILIES[name]["more"]] * (num_layers - 2))
+        pair = make_hybrid_pair(folder, layer_types=kinds, block_size=8, **shape)
+        if name.endswith("bfloat16"):
+            sizes["mamba_ssm_cache_dtype"] = "bfloat16"
+    else:
+        pair = make_pair(folder, num_layers=num_layers, **shape, **FAMILIES[name])
     if name.endswith("W8A8"):
         pair = replace(pair, target=quantise(pair.target, folder, "W8A8 dynamic")[0])
-    sizes: dict[str, Any] = {"max_num_seqs": 2, "kv_cache_memory": 16 << 20, "max_model_len": 256, "draft": None}
     core = engine(pair, enforce_eager=True, **sizes)
     for i in range(2):
         core.add(Request(f"r{i}", tuple(range(1, 20 + i)), max_tokens=20))

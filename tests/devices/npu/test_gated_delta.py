@@ -75,7 +75,7 @@ def test_a_layer_launches_operators_of_static_shapes_and_the_host_waits_for_none
     narrow, wide = ([trace.launches.total() for trace in traces] for traces in of_step.values())
     print(f"launches to commit and verify: {narrow} for 1 row, {wide} for 16")
     assert narrow <= wide
-    wanted = f" take {wide[1]} launches in a decoding step, and the first of a forward {wide[0] - wide[1]} more"
+    wanted = f"\ntakes {wide[1]} launches in a decoding step, and the first of a forward {wide[0] - wide[1]} more"
     assert wanted in (ROOT / "docs" / "ascend.md").read_text(), of_step[16][1].launches
 
 
