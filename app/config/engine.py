@@ -114,8 +114,8 @@ class EngineConfig:
     mamba_ssm_cache_dtype: Literal["float32", "bfloat16"] = _setting(
         ENGINE,
         "float32",
-        "float32 | bfloat16: Qwen3.5's recurrent states; bfloat16 is for an NPU, whose fused operator runs steps of up "
-        "to 8 rows on it",
+        "float32 | bfloat16: Qwen3.5's recurrent states; bfloat16 is for an NPU, whose fused operator verifies "
+        "blocks of up to 8 rows",
         metavar="DTYPE",
     )
     memory_utilization: float = _setting(

@@ -4,7 +4,6 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import accumulate
 
 import torch
@@ -16,7 +15,7 @@ from app.engine.comm.comm import Comm, Meeting
 from app.engine.comm.device import DeviceComm
 from app.engine.device import accelerator
 from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, Defaults, LayerKv, ProjectedRows, Rotation
-from app.engine.device.gated_delta import L2_EPS, commit_and_verify, commit_prompts
+from app.engine.device.gated_delta import commit_and_verify, commit_prompts
 from app.engine.device.moe import SWIGLU_ALPHA, ExpertWeights, MoeConfig, router_logits
 from app.engine.device.recurrent import GatedDeltaPrompts, GatedDeltaStep
 from app.engine.errors import GraphsRefusedError, UnsupportedError
@@ -113,13 +112,13 @@ class NpuBackend(Backend):
         """Return after a trial of the operator for states in bfloat16, at the sizes of a layer."""
         if dtype == torch.float32:
             return
-        flag, sizes = "--mamba-ssm-cache-dtype bfloat16", (config.num_v_heads, config.k_head_dim, config.v_head_dim)
-        if block_size > rules.MAX_DELTA_ROWS:
-            fewer = f"give --num-speculative-tokens {rules.MAX_DELTA_ROWS - 1}"
-            raise UnsupportedError(f"{flag}: a block has {block_size} rows, and its operator takes 8 (N46); {fewer}")
-        if max(sizes) > rules.MAX_DELTA_SIZE:
-            raise UnsupportedError(f"{flag}: its operator takes at most 256 heads, of at most 256 (N46); leave it out")
-        if why := gated_delta.fault(config, block_size, self.device, l2norm):
+        flag, rows, size = "--mamba-ssm-cache-dtype bfloat16", rules.MAX_DELTA_ROWS, rules.MAX_DELTA_SIZE
+        if block_size > rows:
+            taken = f"a block has {block_size} rows, and its operator takes {rows} (N46)"
+            raise UnsupportedError(f"{flag}: {taken}; give --num-speculative-tokens {rows - 1}")
+        if max(config.num_v_heads, config.k_head_dim, config.v_head_dim) > size:
+            raise UnsupportedError(f"{flag}: its operator takes at most {size} heads of {size} (N46); leave it out")
+        if why := gated_delta.fault(config, block_size, self.device):
             raise UnsupportedError(f"{flag}: npu_recurrent_gated_delta_rule is not right here: {why}; leave it out")
 
     def _check_experts(self, config: MoeConfig, hidden_size: int) -> None:
@@ -286,11 +285,11 @@ class NpuBackend(Backend):
 
     def commit_and_verify(self, step: GatedDeltaStep) -> Tensor:
         if step.memory.matrix.dtype == torch.bfloat16:
-            return gated_delta.commit_and_verify(step, l2norm)
-        return commit_and_verify(step, l2norm)
+            return gated_delta.commit_and_verify(step)
+        return commit_and_verify(step, gated_delta.l2norm)
 
     def commit_prompts(self, step: GatedDeltaPrompts) -> Tensor:
-        return commit_prompts(step, l2norm)
+        return commit_prompts(step, gated_delta.l2norm)
 
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> NpuGraph:
         """Return `Backend.capture`, with the longest KV that the page tables have room for.
@@ -380,15 +379,3 @@ def _grouped(x: Rows, weight: ExpertWeight, bias: Tensor | None, counts: Tensor)
 def _by_two_experts(rows: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """Return rows [R, in] times weight [2, out, in], plus bias [2, out]: the first row's expert is 0, the others' 1."""
     return _grouped(rows, weight, bias, torch.tensor([1, len(rows) - 1]).to(rows.device))
-
-
-def l2norm(x: Tensor) -> Tensor:
-    """Return `device.gated_delta.l2norm` as an RMSNorm."""
-    dim = x.shape[-1]
-    return torch_npu.npu_rms_norm(x, _l2_weight(dim, x.device), L2_EPS / dim)[0]
-
-
-@cache
-def _l2_weight(dim: int, device: torch.device) -> Tensor:
-    """Return the weight that makes an RMSNorm an l2norm. Made on the device: an upload would stall it."""
-    return torch.full((dim,), dim**-0.5, device=device)

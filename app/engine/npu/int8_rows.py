@@ -13,7 +13,7 @@ from app.engine.quantised import QuantisedRows, QuantisedWeight, Rows
 logger = logging.getLogger(__name__)
 
 _WIDTH, _ROWS, _EXPERTS, _EPS = 64, 3, 3, 1e-6
-_IN, _GATES, _COUNTS = 160, 160, (0, 130, 2000)
+_IN, _GATES, _COUNTS = 160, 160, (0, 130, 0, 2000, 0)
 """More than the 128 x 128 x 256 numbers of a tile, and more tiles than cores. The counts are within the rows even if
 they are read as ends."""
 
@@ -95,10 +95,10 @@ def swiglu_is_right(multiply: Callable[[Rows, QuantisedWeight, None, Tensor], Te
     """
     column = torch.arange(_GATES)
     up_scales = 1 + column % 2
-    up = torch.arange(_EXPERTS * _IN * _GATES).view(_EXPERTS, _IN, _GATES) * 37 % 251 - 125
+    up = torch.arange(len(_COUNTS) * _IN * _GATES).view(-1, _IN, _GATES) * 37 % 251 - 125
     up[:, :, 0] = 127
     gate = torch.where(column % 3 == 1, -64, 32).expand_as(up)
-    gate_scales = 2 ** torch.arange(_EXPERTS)[:, None].expand(_EXPERTS, _GATES)
+    gate_scales = 2 ** torch.arange(len(_COUNTS))[:, None].expand(-1, _GATES)
     data = torch.cat((gate, up.div(up_scales, rounding_mode="floor")), -1).to(device, torch.int8)
     scales = torch.cat((gate_scales, up_scales.expand_as(gate_scales)), -1).to(device, torch.float32)
     rows = torch.arange(sum(_COUNTS))
@@ -116,6 +116,9 @@ def swiglu_is_right(multiply: Callable[[Rows, QuantisedWeight, None, Tensor], Te
 def _are_same(both: Callable[[], tuple[Rows, Rows]], operator: str, otherwise: str) -> bool:
     """Return True if `both` returns rows in int8, and plain ones that `npu_dynamic_quant` makes the same, or else log
     `otherwise` and why the operator is not right."""
+    if not hasattr(torch_npu, operator.partition(" ")[0]):
+        logger.warning("%s, because this torch_npu has no %s", otherwise, operator)
+        return False
     try:
         found, wanted = (quantised(rows) for rows in both())
         is_same = torch.equal(found.data, wanted.data)

@@ -13,7 +13,7 @@ from app.engine.device.gated_delta import _fixed
 from app.engine.device.gated_delta import commit_and_verify as commit_and_verify_with
 from app.engine.device.gated_delta import commit_prompts as commit_prompts_with
 from app.engine.device.recurrent import GatedDeltaPrompts, GatedDeltaStep
-from app.engine.npu.backend import l2norm
+from app.engine.npu.gated_delta import l2norm
 from tests import ROOT
 from tests.devices.npu.null_device import Trace, traced
 from tests.fast.engine.delta_layers import BLOCK, SMALL, Layer

@@ -164,7 +164,7 @@ SPOILED: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
-@pytest.mark.parametrize("fault", [*SPOILED, "inverted scales", "a row left out"])
+@pytest.mark.parametrize("fault", [*SPOILED, "inverted scales", "a row left out", "no such operator"])
 def test_experts_swiglu_takes_two_launches_more_where_its_operator_is_wrong_or_refused(
     numerics: Numerics, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -192,7 +192,10 @@ def test_experts_swiglu_takes_two_launches_more_where_its_operator_is_wrong_or_r
         with traced() as trace:
             backend.moe(x, ExpertWeights(router, gate_up, down), moe)
         launches.append(sum(trace.launches.values()))
-        monkeypatch.setattr(torch_npu, name, faulty)
+        if fault == "no such operator":
+            monkeypatch.delattr(torch_npu, name, raising=False)
+        else:
+            monkeypatch.setattr(torch_npu, name, faulty)
     assert launches[1] == launches[0] + 2
     (line,) = [line for line in caplog.messages if "two launches more" in line]
     assert name in line and ("not in libopapi.so" in line) == (fault == "refused")

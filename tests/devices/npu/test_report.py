@@ -166,7 +166,7 @@ def point(name: str, backend: Backend) -> Result:
 )
 def test_every_open_point_is_answered_in_a_sentence(backend: NpuBackend, name: str, said: str) -> None:
     found = point(name, backend)
-    assert found["status"] == "ok" and "error" not in found, found
+    assert found["status"] == "ok" and "error" not in found, found["error"]
     assert said in found["result"]["found"] and found["result"]["found"].endswith(".")
     assert set(npu_questions.POINTS) >= set(npu_questions.RELIED_ON)
 
