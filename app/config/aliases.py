@@ -333,7 +333,9 @@ PEER_FLAGS = (
         "KV pages have the dtype of --dtype; give auto",
     ),
     PeerFlag("--mamba-ssm-dtype", "same", "mamba_ssm_cache_dtype"),
-    PeerFlag("--mamba-cache-dtype", "only", "auto", "the convolution's inputs have the dtype of --dtype; give auto"),
+    PeerFlag(
+        "--mamba-cache-dtype", "only", "auto float32", "rows keep the dtype of --dtype, and states float32; give auto"
+    ),
     PeerFlag(
         "--load-format", "only", "auto safetensors fastsafetensors gguf", "safetensors or GGUF are loaded; give auto"
     ),

@@ -138,7 +138,7 @@ Bytes = Annotated[PositiveInt, _if_text(parse_bytes)]
 BytesOrNone = Annotated[NonNegativeInt, _if_text(parse_bytes)]
 Tokens = Annotated[int, _if_text(parse_tokens)]
 Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], _spelt(DTYPES)]
-StateDtype = Annotated[Literal["float32", "bfloat16"], _spelt({"auto": "float32"})]
+StateDtype = Annotated[Literal["float32", "bfloat16"], _spelt(DTYPES | {"auto": "float32"})]
 _READ = (
     "auto reads FP8, W8A8, int8 and GGUF as stored, and int8 rounds other weights; AWQ, GPTQ and others are not read"
 )

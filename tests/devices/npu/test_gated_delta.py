@@ -1,9 +1,5 @@
 """Decoding rows of a Gated DeltaNet layer on device "npu:0": the reference's outputs, state and slots."""
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
-
 import pytest
 import torch
 import torch_npu
@@ -16,11 +12,11 @@ from app.engine.device.recurrent import GatedDeltaPrompts, GatedDeltaStep
 from app.engine.npu.gated_delta import l2norm
 from tests import ROOT
 from tests.devices.npu.null_device import Trace, traced
+from tests.devices.npu.recurrent import launches_of
 from tests.fast.engine.delta_layers import BLOCK, SMALL, Layer
 from tests.fast.engine.delta_suite import DeltaSuite, PromptSuite
 
 NPU = torch.device("npu:0")
-Verify = Callable[[GatedDeltaStep], Tensor]
 pytestmark = pytest.mark.usefixtures("numerics")
 
 
@@ -47,27 +43,6 @@ class TestConformance(DeltaSuite):
 class TestConformanceOfPrompts(PromptSuite):
     run = staticmethod(commit_prompts)
     device = NPU
-
-
-def launches_of(verify: Verify, rows: int, block: int, **sizes: Any) -> list[Trace]:
-    """Return traces of the first layer of a decoding step of two sequences, and of another."""
-    layer, traces = Layer(SMALL, verify, torch.bfloat16, device=NPU, block=block, **sizes), list[Trace]()
-
-    def run(step: GatedDeltaStep) -> Tensor:
-        memory = replace(step.memory, of_layers=step.memory.num_tokens[None])
-        step = step._replace(memory=memory, shared={})
-        for _ in ("the first layer", "another"):
-            with traced() as trace:
-                o = verify(step)
-            traces.append(trace)
-        return o
-
-    layer.run = run
-    for start in (0, 1):
-        layer.found(layer.rows(2 * rows), [1, 2], [start, start], [rows, rows])
-    of_step = traces[2:]  # the first call makes what depends on shapes alone
-    assert all(trace.waits == [] and trace.of("copy") == [] for trace in of_step)
-    return of_step
 
 
 def test_a_layer_launches_operators_of_static_shapes_and_the_host_waits_for_none() -> None:

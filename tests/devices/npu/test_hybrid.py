@@ -5,29 +5,16 @@ from typing import Any
 
 import pytest
 
-from app.messages import Request, SamplingParams
-from tests.devices.npu.engines import HOST_PROCESSOR, LUCKY, engine
+from tests.devices.npu.engines import HOST_PROCESSOR, engine
 from tests.devices.npu.null_device import traced
+from tests.devices.npu.recurrent import SHAPE, SIZES, requests
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.pairs import Pair
-
-SHAPE: dict[str, Any] = LUCKY | {"seed": 22, "taps": (0, 1), "draft_layers": 1}
-SIZES: dict[str, Any] = {"max_graphs": 2, "max_model_len": 256}
 
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Pair:
     return make_hybrid_pair(tmp_path, block_size=8, **SHAPE)
-
-
-def requests() -> list[Request]:
-    """Prompts of one and of several chunks, of which the last continues the one before it from the prefix cache."""
-    long = tuple(i * i % 5 for i in range(150))
-    prompts = [(1, 2, 3, 4), (0, 1) * 3, long, (*long, 3, 1)]
-    return [
-        Request(f"r{i}", prompt, sampling=SamplingParams(temperature=0.7 * (i == 1), seed=i), max_tokens=16)
-        for i, prompt in enumerate(prompts)
-    ]
 
 
 @pytest.mark.usefixtures("in_float32")

@@ -17,8 +17,7 @@ from app.engine.npu.gated_delta import commit_and_verify
 from tests import ROOT
 from tests.devices.npu.engines import HOST_PROCESSOR, engine
 from tests.devices.npu.null_device import traced
-from tests.devices.npu.test_gated_delta import launches_of
-from tests.devices.npu.test_hybrid import SHAPE, SIZES, requests
+from tests.devices.npu.recurrent import SHAPE, SIZES, launches_of, requests
 from tests.fast.engine.delta_layers import assert_slots
 from tests.fast.engine.delta_suite import DeltaSuite
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair

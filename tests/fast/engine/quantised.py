@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from app.engine.device.base import ExpertWeights
+from app.engine.device.recurrent import GatedDeltaWeights
 from app.engine.quantised import PackedFp4, QuantisedWeight
 
 Tensors = dict[str, Tensor]
@@ -136,12 +137,15 @@ def _written(folder: Path, to: Path, tensors: Tensors, method: dict[str, Any] | 
 
 
 def bytes_of(model: nn.Module) -> int:
-    """Return the bytes of all weights that a model holds, each counted once."""
+    """Return the bytes of all weights that a model holds, each counted once. What a recurrent layer makes of its own
+    (`GatedDeltaWeights.of`) is left out: 165 kB a layer of a 27B, of 1.1 GB."""
     found: dict[int, int] = {}
 
     def add(value: Any) -> None:
         if isinstance(value, Tensor):
             found[value.data_ptr()] = value.nbytes
+        elif isinstance(value, GatedDeltaWeights):
+            add(value[:3])
         elif isinstance(value, tuple | dict):
             for part in value.values() if isinstance(value, dict) else value:
                 add(part)
