@@ -30,10 +30,8 @@ def requests() -> list[Request]:
 
 def launches_of(verify: Verify, rows: int, block: int, **sizes: Any) -> list[Trace]:
     """Return traces of the first layer of a decoding step of two sequences, and of another."""
-    layer, traces = (
-        Layer(SMALL, verify, torch.bfloat16, device=torch.device("npu:0"), block=block, **sizes),
-        list[Trace](),
-    )
+    layer = Layer(SMALL, verify, torch.bfloat16, device=torch.device("npu:0"), block=block, **sizes)
+    traces: list[Trace] = []
 
     def run(step: GatedDeltaStep) -> Tensor:
         memory = replace(step.memory, of_layers=step.memory.num_tokens[None])

@@ -1,15 +1,15 @@
 """Decoding rows of a Gated DeltaNet layer on device "npu:0": the reference's outputs, state and slots."""
 
+from functools import cache
+
 import pytest
 import torch
 import torch_npu
 from torch import Tensor
 
 from app.engine.device.gated_delta import _fixed
-from app.engine.device.gated_delta import commit_and_verify as commit_and_verify_with
-from app.engine.device.gated_delta import commit_prompts as commit_prompts_with
 from app.engine.device.recurrent import GatedDeltaPrompts, GatedDeltaStep
-from app.engine.npu.gated_delta import l2norm
+from app.engine.npu.backend import NpuBackend
 from tests import ROOT
 from tests.devices.npu.null_device import Trace, traced
 from tests.devices.npu.recurrent import launches_of
@@ -20,12 +20,17 @@ NPU = torch.device("npu:0")
 pytestmark = pytest.mark.usefixtures("numerics")
 
 
+@cache
+def backend() -> NpuBackend:
+    return NpuBackend(NPU)
+
+
 def commit_and_verify(step: GatedDeltaStep) -> Tensor:
-    return commit_and_verify_with(step, l2norm)
+    return backend().commit_and_verify(step)
 
 
 def commit_prompts(step: GatedDeltaPrompts) -> Tensor:
-    return commit_prompts_with(step, l2norm)
+    return backend().commit_prompts(step)
 
 
 class TestConformance(DeltaSuite):

@@ -208,6 +208,23 @@ def test_gate_and_up_that_are_too_wide_are_multiplied_alone(backend: NpuBackend,
     assert packed.scales.dtype == (torch.float32 if fuses else torch.bfloat16)
 
 
+def test_gate_and_up_of_no_whole_tiles_are_multiplied_alone(backend: NpuBackend) -> None:
+    packed = [backend.pack_gate_up(experts(2, 64, size)) for size in (96, 80)]
+    assert [torch_npu.get_npu_format(each.data) == NZ for each in packed] == [True, False]
+    assert [each.scales.dtype for each in packed] == [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("changes", [{"swiglu_limit": 7.0}, {"has_bias": True}], ids=str)
+def test_gate_and_up_with_a_limit_or_a_bias_are_multiplied_alone(backend: NpuBackend, changes: dict[str, Any]) -> None:
+    moe = MoeConfig(num_experts=2, num_experts_per_tok=1, intermediate_size=32, norm_topk_prob=True, **changes)
+    shapes = [(2,), (2, 64), (2, 96)] if moe.has_bias else []
+    router, *biases = (torch.zeros(shape, device="npu:0") for shape in [(2, 96), *shapes])
+    gate_up, down = backend.pack_gate_up(experts(2, 64, 96)), backend.pack_linear(experts(2, 96, 32))
+    with traced() as trace:
+        backend.moe(normal(3, 96).to("npu:0"), ExpertWeights(router, gate_up, down, *biases), moe)
+    assert trace.launches["aclnnGroupedMatmulWeightNz"] == 2, trace.launches
+
+
 def experts(*shape: int) -> QuantisedWeight:
     data = (torch.arange(prod(shape)) % 5 - 2).view(shape).to("npu:0", torch.int8)
     return QuantisedWeight(data.mT.contiguous().mT, torch.ones(*shape[:-1], 1, device="npu:0"), torch.bfloat16)

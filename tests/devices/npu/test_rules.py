@@ -151,6 +151,20 @@ def wide_gate_up() -> dict[str, Any]:
     return {"weight": [weight], "weight_scale": [new(3, 10272, dtype=torch.float32)]}
 
 
+def strided_gate_up() -> dict[str, Any]:
+    weight = nz.in_nz(new(3, 64, 64, dtype=torch.int8))
+    return {"weight": [weight], "weight_scale": [new(3, 64, dtype=torch.float32)]}
+
+
+def two_gate_ups() -> dict[str, Any]:
+    return {name: 2 * grouped_swiglu()[name] for name in ("weight", "weight_scale")}
+
+
+def wide_rows() -> dict[str, Any]:
+    weight = nz.in_nz(new(3, 32, 65536, dtype=torch.int8)).mT
+    return {"x": new(6, 65536, dtype=torch.int8), "weight": [weight]}
+
+
 def wide_quantised(out: int, columns: int) -> dict[str, Any]:
     numbers = {"x1": new(3, columns, dtype=torch.int8), "x2": new(out, columns, dtype=torch.int8).t()}
     return quantised() | numbers | {"scale": new(out, dtype=torch.float32), "bias": new(out)}
@@ -173,6 +187,15 @@ def indexed() -> dict[str, Any]:
 
 def copied() -> dict[str, Any]:
     return {"self": new(4, 5, 4), "dim": 0, "index": ints(1, 2).long(), "source": new(2, 5, 4)}
+
+
+def three_heads() -> dict[str, Any]:
+    gates = {"beta": new(6, 3), "g": new(6, 3, dtype=torch.float32)}
+    return {"value": new(6, 3, 16), "state": new(5, 3, 16, 32), **gates}
+
+
+def long_heads() -> dict[str, Any]:
+    return {"query": new(6, 2, 288), "key": new(6, 2, 288), "state": new(5, 4, 16, 288)}
 
 
 def nine_rows() -> dict[str, Any]:
@@ -313,12 +336,18 @@ WRONG: list[tuple[str, Callable[[], dict[str, Any]], str, Change]] = [
     ("N45", grouped_swiglu, "rows in bfloat16", on("x", Tensor.bfloat16)),
     ("N45", grouped_swiglu, "a weight in rows", with_(weight=[new(3, 64, 32, dtype=torch.int8)])),
     ("N45", grouped_swiglu, "a weight as linear takes it", on("weight", lambda it: [it[0].mT])),
+    ("N45", grouped_swiglu, "a strided weight", lambda call: call.update(strided_gate_up())),
+    ("N45", grouped_swiglu, "two weights", lambda call: call.update(two_gate_ups())),
+    ("N45", grouped_swiglu, "strided rows", with_(x=new(64, 6, dtype=torch.int8).t())),
+    ("N45", grouped_swiglu, "rows that are too wide", lambda call: call.update(wide_rows())),
     ("N45", grouped_swiglu, "gate and up that are too wide", lambda call: call.update(wide_gate_up())),
     ("N45", grouped_swiglu, "scales in bfloat16", on("weight_scale", lambda it: [it[0].bfloat16()])),
     ("N45", grouped_swiglu, "scales as files have them", on("weight_scale", lambda it: [it[0][..., None]])),
+    ("N45", grouped_swiglu, "strided scales", with_(weight_scale=[new(32, 3, dtype=torch.float32).t()])),
     ("N45", grouped_swiglu, "scales of other rows", with_(x_scale=new(5, dtype=torch.float32))),
     ("N45", grouped_swiglu, "counts read as ends", lambda call: call.pop("group_list_type")),
     ("N45", grouped_swiglu, "counts that leave rows out", with_(group_list=ints(1, 0, 4).long())),
+    ("N45", grouped_swiglu, "a count below zero", lambda call: call["group_list"].copy_(ints(2, -1, 5))),
     ("N45", grouped_swiglu, "counts of int32", on("group_list", Tensor.int)),
     ("N45", grouped_swiglu, "another dtype in between", with_(dequant_dtype=torch.bfloat16)),
     ("N45", grouped_swiglu, "smoothed rows", with_(smooth_scale=new(3, 16, dtype=torch.float32))),
@@ -367,11 +396,14 @@ WRONG: list[tuple[str, Callable[[], dict[str, Any]], str, Change]] = [
     ("N46", delta_rule, "no decays", lambda call: call.pop("g")),
     ("N46", delta_rule, "no scale", lambda call: call.pop("scale")),
     ("N46", delta_rule, "strided keys", with_(key=new(6, 32, 2).mT)),
-    ("N46", delta_rule, "heads that do not divide", with_(value=new(6, 3, 16), state=new(5, 3, 16, 32))),
+    ("N46", delta_rule, "heads that do not divide", lambda call: call.update(three_heads())),
+    ("N46", delta_rule, "heads that are too long", lambda call: call.update(long_heads())),
     ("N46", delta_rule, "indices of int64", on("ssm_state_indices", Tensor.long)),
     ("N46", delta_rule, "a state that does not exist", with_(ssm_state_indices=ints(3, 3, 3, 5, 5, 5))),
+    ("N46", delta_rule, "a state below zero", with_(ssm_state_indices=ints(3, 3, 3, -1, -1, -1))),
     ("N46", delta_rule, "a state of two sequences", with_(ssm_state_indices=ints(3, 3, 3, 1, 1, 3))),
     ("N46", delta_rule, "lengths that leave rows out", with_(actual_seq_lengths=ints(3, 2))),
+    ("N46", delta_rule, "a sequence without rows", with_(actual_seq_lengths=ints(3, 0, 3))),
     ("N46", delta_rule, "a sequence of nine rows", lambda call: call.update(nine_rows())),
     ("N46", delta_rule, "accepted counts", with_(num_accepted_tokens=ints(1, 1))),
     ("N47", indexed, "a view of some columns", on("self", lambda it: it[:, :2])),

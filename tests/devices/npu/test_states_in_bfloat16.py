@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ import torch_npu
 from torch import Tensor
 
 from app.engine.checkpoint.shapes import GatedDeltaConfig
+from app.engine.device.recurrent import GatedDeltaStep
 from app.engine.errors import UnsupportedError
 from app.engine.npu.backend import NpuBackend
 from app.engine.npu.gated_delta import commit_and_verify
@@ -18,7 +20,7 @@ from tests import ROOT
 from tests.devices.npu.engines import HOST_PROCESSOR, engine
 from tests.devices.npu.null_device import traced
 from tests.devices.npu.recurrent import SHAPE, SIZES, launches_of, requests
-from tests.fast.engine.delta_layers import assert_slots
+from tests.fast.engine.delta_layers import SMALL, Layer, assert_slots
 from tests.fast.engine.delta_suite import DeltaSuite
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.pairs import Pair
@@ -60,6 +62,26 @@ class TestConformance(DeltaSuite):
         found = layer.state
         found["pending"][3, 3:] = slots["pending"][3, 3:] = 0
         assert_slots(found, slots, self.close)
+
+
+@pytest.mark.usefixtures("numerics")
+def test_a_layer_that_a_failed_step_has_not_reached_commits_its_own_rows() -> None:
+    """The layers before it have committed theirs. The first layer of a forward finds the rows of all."""
+    shared: dict[str, Any] = {}
+
+    def run(step: GatedDeltaStep) -> Tensor:
+        return commit_and_verify(step._replace(shared=shared))
+
+    sizes = TestConformance.sizes | {"device": TestConformance.device}
+    layers = [Layer(SMALL, run, **sizes) for _ in range(2)]
+    num_tokens = torch.stack([layer.memory.num_tokens for layer in layers])
+    num_tokens[0], num_tokens[1] = 42, 40
+    for index, layer in enumerate(layers):
+        layer.memory = replace(layer.memory, num_tokens=num_tokens[index], of_layers=num_tokens, index=index)
+        rows, moves = layer.rows(5), ([3, 1], [42, 42], [3, 2])
+        wanted, slots = layer.wanted(rows, *moves)
+        torch.testing.assert_close(layer.found(rows, *moves), wanted, **TestConformance.close)
+        torch.testing.assert_close(layer.state["matrix"], slots["matrix"], **TestConformance.close)
 
 
 @pytest.mark.usefixtures("numerics")
@@ -106,11 +128,13 @@ def keeps_states_but_one(call: dict[str, Any]) -> Tensor:
 
 WRONG: dict[str, Callable[[dict[str, Any]], Tensor]] = {
     "a scale that is not read": lambda call: RIGHT(**call | {"scale": 1.0}),
+    "a scale that is slightly off": lambda call: RIGHT(**call | {"scale": 1.05 * call["scale"]}),
     "keys in another order": lambda call: RIGHT(**call | {"key": call["key"].flip(2)}),
     "no decays": lambda call: RIGHT(**call | {"g": torch.zeros_like(call["g"])}),
     "states of other sequences": lambda call: RIGHT(
         **call | {"ssm_state_indices": call["ssm_state_indices"].flip(0).contiguous()}
     ),
+    "states that are not written": lambda call: RIGHT(**call | {"state": call["state"].clone()}),
     "a state that is not written": keeps_states_but_one,
     "no numbers": lambda call: RIGHT(**call) * torch.nan,
 }

@@ -10,6 +10,7 @@ from torch import Tensor
 from app.engine.checkpoint.shapes import GatedDeltaConfig
 from app.engine.device import gated_delta
 from app.engine.device.gated_delta import commit_and_verify, commit_prompts, delta_rule, l2norm, last_rows, short_conv
+from app.engine.device.recurrent import GatedDeltaStep
 from tests.fast.engine.delta_layers import CLOSE, SMALL, Layer
 from tests.fast.engine.delta_suite import DeltaSuite, PromptSuite
 
@@ -136,13 +137,20 @@ class TestPromptsWithCountsOnTheHost(TestCommitPrompts):
         return super().layer(*shape, can_wait=True, **sizes)
 
 
-def test_the_other_layers_of_a_forward_take_the_places_that_the_first_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("can_wait", [False, True])
+def test_the_other_layers_of_a_forward_take_the_places_that_the_first_found(
+    monkeypatch: pytest.MonkeyPatch, can_wait: bool
+) -> None:
     """The first layer has counted its own slots on by then, and a later forward asks again. A layer that a failed step
     has not reached has other slots to commit."""
     asked, find = list[int](), gated_delta._places
     monkeypatch.setattr(gated_delta, "_places", lambda *step: asked.append(1) or find(*step))
     shared: dict[str, Any] = {}
-    layers = [Layer(SMALL, lambda step: commit_and_verify(step._replace(shared=shared))) for _ in range(3)]
+
+    def run(step: GatedDeltaStep) -> Tensor:
+        return commit_and_verify(step._replace(shared=shared))
+
+    layers = [Layer(SMALL, run, can_wait=can_wait) for _ in range(3)]
     num_tokens = torch.stack([layer.memory.num_tokens for layer in layers])
     for index, layer in enumerate(layers):
         layer.memory = replace(layer.memory, num_tokens=num_tokens[index], of_layers=num_tokens, index=index)
