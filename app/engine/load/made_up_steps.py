@@ -72,12 +72,13 @@ def _widest_step(sizes: Sizes) -> Batch:
 
 
 def made_up(shape: Shape, sizes: Sizes, context: int = _CONTEXT, temperature: float = 0.0) -> Batch:
-    """Return a decode step of made-up sequences, whose blocks lie one after another in the first pages of the pool.
-    Their context is their first page over and over, shorter where `sizes.padded_len` leaves no room for it, because
+    """Return a decode step of made-up sequences, whose blocks lie one after another on the pages behind the scratch
+    pages, where a graph's padding rows lie. Their context is their first page over and over, shorter where `sizes.padded_len` leaves no room for it, because
     RoPE's table ends there."""
     batch, page_size = Batch(block_rows=shape.block), sizes.page_size
     for i in range(shape.seqs):
-        first, in_page = divmod(i * sizes.block_size, page_size)
+        block, in_page = divmod(i * sizes.block_size, page_size)
+        first = sizes.scratch_pages + block
         pages = range(first, pages_of(i + 1, sizes))
         room = sizes.padded_len - len(pages) * page_size
         repeats = max(0, min(context, sizes.max_model_len, room) // page_size)
@@ -91,8 +92,8 @@ def made_up(shape: Shape, sizes: Sizes, context: int = _CONTEXT, temperature: fl
 
 
 def pages_of(num_seqs: int, sizes: Sizes) -> int:
-    """Return how many pages the sequences of `made_up` lie on."""
-    return -(-num_seqs * sizes.block_size // sizes.page_size)
+    """Return how many pages the sequences of `made_up` need, scratch pages included."""
+    return sizes.scratch_pages - (-num_seqs * sizes.block_size // sizes.page_size)
 
 
 def _sequence(num_tokens: int, pages: Iterable[int], temperature: float) -> Sequence:

@@ -49,3 +49,11 @@ def test_every_rule_holds_in_bfloat16_and_the_host_waits_once_a_step(pair: Pair,
         assert trace.waits == ["aclrtSynchronizeEvent"], "the one read of the step"
         assert not HOST_PROCESSOR.intersection(trace.launches)
     assert "decode" in kinds
+
+
+@pytest.mark.usefixtures("in_float32")
+def test_steps_that_are_timed_at_startup_keep_every_rule(pair: Pair) -> None:
+    """Their rows do not lie on the scratch pages, where the padding rows of a graph lie."""
+    sizes: dict[str, Any] = SIZES | {"max_num_seqs": 2, "max_num_batched_tokens": 64}
+    core = engine(pair, dtype="float32", verify="auto", block_size=8, **sizes)
+    assert core.run(requests()[:1])["r0"]
