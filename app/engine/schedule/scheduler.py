@@ -445,12 +445,14 @@ class Scheduler:
         """
         seq, states, page_size = entry.seq, self.states, self.pool.page_size
         if entry.split and seq.split_slot:
-            states.publish_split(seq, self._digest(seq, entry.split))
+            split = self._digest(seq, entry.split)
+            states.publish_split(seq, split if split in self.pool.cached else None)
         end = seq.num_computed // page_size * page_size
         if not end or end < (entry.end if entry.is_prefill else entry.start):
             return
         digest = self._digest(seq, end)
-        if digest == seq.replaceable:
+        # The page may have been cached from another sequence, and evicted since: its checkpoint would never be found.
+        if digest == seq.replaceable or digest not in self.pool.cached:
             return
         if seq.replaceable:
             states.forget(seq.replaceable)

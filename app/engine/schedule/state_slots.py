@@ -108,9 +108,9 @@ class StateSlots:
         is_frozen = self.freeze(seq) if is_final else seq.state_slot in self._num_readers
         return is_frozen and self._name(seq.state_slot, digest)
 
-    def publish_split(self, seq: Sequence, digest: bytes) -> None:
+    def publish_split(self, seq: Sequence, digest: bytes | None) -> None:
         """Make the state in the middle of a committed chunk the checkpoint of `digest`, unless it has one already."""
-        if digest not in self._slot_of:
+        if digest and digest not in self._slot_of:
             self._name(seq.split_slot, digest)
         self._drop(seq.split_slot)
         seq.split_slot = 0

@@ -292,6 +292,21 @@ def test_a_checkpoint_goes_with_its_page(pair: Pair, reference: HybridReference)
     assert set(engine.core.scheduler.states.checkpoints) <= set(engine.core.scheduler.pool.cached)
 
 
+def test_no_checkpoint_follows_a_page_that_was_cached_from_another_sequence_and_evicted(pair: Pair) -> None:
+    """Of two prompts that are alike the second computes the last page again, where it decodes at once. The first one's
+    page is evicted in the step before."""
+    pages = -(-(64 + 2 * BLOCK) // PAGE) + 1
+    sizes = {"max_model_len": 64, "max_num_seqs": 3, "kv_pages": pages, "enforce_eager": True}
+    core = engine_of(pair, **sizes, state_cache_memory=1 << 20).core
+    for name, max_tokens in (("ends", 1), ("goes on", 20)):
+        core.add(Request(name, tokens_of(5 * PAGE), max_tokens))
+    core.step()
+    core.add(Request("evicts", tokens_of(41, seed=1), 8))
+    while core.has_work:
+        core.step()
+        core.scheduler.check()
+
+
 def test_apreempted_sequence_goes_on_from_a_checkpoint(pair: Pair, reference: HybridReference):
     engine = engine_of(pair)
     watch, scheduler = WatchedStates(engine, reference), engine.core.scheduler
