@@ -73,8 +73,8 @@ def _widest_step(sizes: Sizes) -> Batch:
 
 def made_up(shape: Shape, sizes: Sizes, context: int = _CONTEXT, temperature: float = 0.0) -> Batch:
     """Return a decode step of made-up sequences, whose blocks lie one after another on the pages behind the scratch
-    pages, where a graph's padding rows lie. Their context is their first page over and over, shorter where `sizes.padded_len` leaves no room for it, because
-    RoPE's table ends there."""
+    pages, where a graph's padding rows lie. Their context is their first page over and over, shorter where
+    `sizes.padded_len` leaves no room for it, because RoPE's table ends there."""
     batch, page_size = Batch(block_rows=shape.block), sizes.page_size
     for i in range(shape.seqs):
         block, in_page = divmod(i * sizes.block_size, page_size)
