@@ -61,6 +61,7 @@ OPERATORS = {
     "npu_add_rms_norm_dynamic_quant": "x1 x2 gamma epsilon output_mask",
     "npu_format_cast": "input acl_format",
     "npu_quant_matmul": "x1 x2 scale pertoken_scale bias output_dtype",
+    "npu_recurrent_gated_delta_rule": "query key value state beta g scale actual_seq_lengths ssm_state_indices",
 }
 """Operators that NpuBackend calls, with the arguments that it passes."""
 

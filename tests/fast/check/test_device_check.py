@@ -289,7 +289,7 @@ def calls_of_torch_npu() -> list[ast.Call]:
     """Every call of an operator of torch_npu in the NPU backend."""
     calls: list[Any] = [node for node in nodes_of_the_backend() if isinstance(node, ast.Call)]
     named = [call for call in calls if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name)]
-    return [call for call in named if call.func.value.id == "torch_npu" and "npu_" in call.func.attr]
+    return [call for call in named if call.func.value.id == "torch_npu" and call.func.attr.startswith("npu_")]
 
 
 def test_the_operators_that_are_looked_for_are_those_that_the_backend_calls() -> None:
