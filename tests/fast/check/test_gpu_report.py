@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
+from app.config.engine import EngineConfig
 from app.config.pairs import PAIRS
 from app.engine.checkpoint.files import find_folder
 from app.text.tokenizer import Tokenizer
@@ -344,17 +346,18 @@ def test_the_questions_are_those_of_the_real_pairs_tokenizer() -> None:
 
 @pytest.mark.exhaustive
 def test_the_real_pair_answers_questions_like_its_target_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32, without a tokenizer."""
+    """In float32, without a tokenizer. Products are not timed, because plain decoding might then choose others."""
     if PAIRS["smollm2"].missing:
         pytest.skip(f"{PAIRS['smollm2'].missing} brings its target")
     monkeypatch.setattr(speeds, "QUESTION_TOKENS", 12)
     monkeypatch.setattr(speeds.profile, "STEPS", 1)
+    monkeypatch.setattr(speeds, "EngineConfig", partial(EngineConfig, dtype="float32", tune="off"))
     options = Options("cpu", [REAL_PAIR], ["smollm2", "smollm2"], (4,))
     found = {part.name: part.run() for part in speeds.parts(options, 0.0) if "a step" not in part.name}
     assert list(found) == [f"real pair, {way} at 4" for way in ("plain", "full blocks", "auto")]
     plain, blocks, _ = found.values()
     assert plain["acceptance length"] == 1 and blocks["acceptance length"] > 1.5
-    assert blocks["of"] == 32 and blocks["texts like plain ones"] >= 28
+    assert blocks["of"] == blocks["texts like plain ones"] == 32
 
 
 @pytest.mark.exhaustive
