@@ -198,7 +198,6 @@ class Places(NamedTuple):
     """Where a step's rows are and which of them count in each of L layers, for b pending and W new rows."""
 
     is_new: Tensor | None  # [S], or None if no sequence is
-    accepted: Tensor  # [L, S]
     block: int  # b
     windows: Tensor  # [L, S * (b + W + 1) * K], rows of all sequences' inputs: conv, pending, new, and none
     ends: Tensor  # [L, S * Nv], rows of `between`: the decays up to the last accepted row
@@ -209,13 +208,10 @@ class Places(NamedTuple):
 def places_of(step: GatedDeltaStep) -> tuple[Places, int]:
     """Return places, and which of their layers this one is. A layer that failed in a step has not committed what those
     before it have, so each has its own number of accepted rows."""
-    if step.shared is None:
-        return _places(step, step.memory.num_tokens[None]), 0
-    if "places" not in step.shared:
-        assert step.memory.of_layers is not None, "a pool has the numbers of all layers"
-        step.shared["places"] = _places(step, step.memory.of_layers)
-    places: Places = step.shared["places"]
-    return places, step.memory.index
+    memory, is_alone = step.memory, step.shared is None
+    num_tokens = memory.num_tokens[None] if is_alone else memory.of_layers
+    assert num_tokens is not None, "a pool has the numbers of all layers"
+    return step.once("places", lambda: _places(step, num_tokens)), 0 if is_alone else memory.index
 
 
 def _places(step: GatedDeltaStep, num_tokens: Tensor) -> Places:
@@ -240,22 +236,12 @@ def _places(step: GatedDeltaStep, num_tokens: Tensor) -> Places:
     outputs = outputs + _numbers(num_heads, width, device)
     return Places(
         None if step.can_wait and not is_new.any() else is_new,
-        accepted,
         block,
         windows.flatten(1),
         ends.flatten(1),
         outputs.flatten(),
         (step.next_slots[:, None] * memory.pending.shape[1] + _numbers(width, 1, device)).flatten(),
     )
-
-
-class Convolved(NamedTuple):
-    """What the delta rule is made of, for b pending and W new rows. The gates of a row that does not count leave no
-    beta and no decay."""
-
-    mixed: Tensor  # [S, b + W, C] fp32: silu of the convolution
-    gates: Tensor  # [S, b + W, 2 Nv] fp32
-    last_inputs: Tensor  # [S, K - 1, C]: the convolution's, up to the last accepted row
 
 
 def inputs_of(step: GatedDeltaStep, new: Tensor, places: Places) -> Tensor:
@@ -267,19 +253,21 @@ def inputs_of(step: GatedDeltaStep, new: Tensor, places: Places) -> Tensor:
     return torch.cat((before, memory.pending[step.slots, : places.block], new, none), dim=1).flatten(0, 1)
 
 
-def convolved(step: GatedDeltaStep, new: Tensor, places: Places, layer: int) -> Convolved:
-    """Return the convolution of the pending rows and of `new` ones [S, W, C + 2 Nv].
+def _convolved(step: GatedDeltaStep, new: Tensor, places: Places, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (silu of the convolution [S, b + W, C] and gates [S, b + W, 2 Nv] of pending and `new` rows [S, W, C + 2
+    Nv], both in fp32, the convolution's inputs [S, K - 1, C] up to the last accepted row).
 
-    A row's K inputs are gathered side by side, because an NPU launches few operators faster than it moves fewer bytes.
+    The gates of a row that does not count leave no beta and no decay. A row's K inputs are gathered side by side,
+    because an NPU launches few operators faster than it moves fewer bytes.
     """
     taps, channels, (sequences, _, width) = step.weights.taps, step.memory.conv.shape[2], new.shape
     inputs = inputs_of(step, new, places)
     windows = inputs.index_select(0, places.windows[layer]).view(sequences, -1, len(taps), width)
     rows = (windows * taps).sum(dim=2)[:, :-1]
-    return Convolved(F.silu(rows[..., :channels]), rows[..., channels:], windows[:, -1, 1:, :channels])
+    return F.silu(rows[..., :channels]), rows[..., channels:], windows[:, -1, 1:, :channels]
 
 
-def logs_of(gates: Tensor, weights: GatedDeltaWeights) -> Tensor:
+def _logs_of(gates: Tensor, weights: GatedDeltaWeights) -> Tensor:
     """Return the logs of beta and of the decay [S, Nv, 2, P] of gates [S, P, 2 Nv] in fp32.
 
     Beta is the sigmoid of its gate, and log sigmoid(b) is -softplus(-b), so one operator serves both.
@@ -304,9 +292,9 @@ def commit_and_verify(step: GatedDeltaStep, normed: Normed = l2norm) -> Tensor:
 
     if places.is_new is not None:
         state.masked_fill_(places.is_new[:, None, None, None], 0.0)
-    mixed, gates, last_inputs = convolved(step, new, places, layer)
+    mixed, gates, last_inputs = _convolved(step, new, places, layer)
     # Row 0 and column 0 are the state. Row t has the decay from each row up to itself, and for k also its own beta.
-    between = torch.addmm(never, logs_of(gates, weights).reshape(-1, len(of_logs)), of_logs).exp_()
+    between = torch.addmm(never, _logs_of(gates, weights).reshape(-1, len(of_logs)), of_logs).exp_()
     between = between.view(-1, num_heads, 2, 1 + num_rows, 1 + num_rows)
     of_rows = between[..., 1:, :]
     beta = of_rows[:, :, 1, :, 1:].diagonal(dim1=2, dim2=3)[..., None]

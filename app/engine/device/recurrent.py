@@ -1,10 +1,13 @@
 """What recurrent layers hand to a device: rows of a step, the weights of their recurrence, and slots of states."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class State(NamedTuple):
@@ -99,6 +102,15 @@ class GatedDeltaStep(NamedTuple):
     can_wait: bool = False  # the host may read counts, because it computes them itself
     gates: Tensor | None = None  # [R, 2 Nv]
     shared: dict[str, Any] | None = None  # what the first layer of a forward finds for all
+
+    def once(self, name: str, find: Callable[[], T]) -> T:
+        """Return what the first layer of the forward found by `find`."""
+        if self.shared is None:
+            return find()
+        if name not in self.shared:
+            self.shared[name] = find()
+        found: T = self.shared[name]
+        return found
 
 
 class GatedDeltaPrompts(NamedTuple):

@@ -46,17 +46,11 @@ def _sequences(count: int, rows: int, device: torch.device) -> tuple[Tensor, Ten
 
 def _windows(step: GatedDeltaStep, places: Places) -> Tensor:
     """Return [L, R * K + S * (K - 1)]: `Places.windows` of the pending rows of all sequences, then of all their new
-    rows, and then the convolution's next state. The first layer of a forward finds them for all."""
-    if step.shared is not None and "windows" in step.shared:
-        found: Tensor = step.shared["windows"]
-        return found
+    rows, and then the convolution's next state."""
     counts = [places.block, step.rows.shape[1], 1]
     windows = places.windows.view(len(places.windows), len(step.slots), sum(counts), -1)
     pending, new, last = windows.split_with_sizes(counts, dim=2)
-    found = torch.cat([part.flatten(1) for part in (pending, new, last[..., 1:])], dim=1)
-    if step.shared is not None:
-        step.shared["windows"] = found
-    return found
+    return torch.cat([part.flatten(1) for part in (pending, new, last[..., 1:])], dim=1)
 
 
 def commit_and_verify(step: GatedDeltaStep) -> Tensor:
@@ -70,7 +64,7 @@ def commit_and_verify(step: GatedDeltaStep) -> Tensor:
     channels, taps = memory.conv.shape[2], step.weights.taps
     keys, widths = (channels - num_heads * v_dim) // 2, [channels, num_heads, num_heads]
     places, layer = gated_delta.places_of(step)
-    windows = _windows(step, places)[layer]
+    windows = step.once("windows", lambda: _windows(step, places))[layer]
     num_rows, num_pending = num_seqs * (places.block + width), num_seqs * places.block
 
     new = whole_inputs(step)[step.rows]
