@@ -1,5 +1,6 @@
 """Engines on device "npu:0" and on the CPU, of tiny pairs, and requests to them."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import app.engine.load.engine as build
@@ -7,6 +8,7 @@ from app.config.engine import EngineConfig
 from app.engine.core import EngineCore
 from app.messages import Request
 from tests import UNTIMED
+from tests.devices.npu.null_device import traced
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.pairs import Pair
 
@@ -24,6 +26,20 @@ def engine(pair: Pair, device: str = "npu:0", dtype: str = "bfloat16", **config:
     core = build.build_engine(EngineConfig(**UNTIMED | wishes | config)).core
     core.scheduler.pace = None  # a CPU takes the steps of the device that it is compared with
     return core
+
+
+def waits_once_a_step(core: EngineCore, asked: Iterable[Request]) -> set[str]:
+    """Return the kinds of steps that `asked` take. In each the host waits once, for its read, and the card's host
+    processor has nothing to do."""
+    for request in asked:
+        core.add(request)
+    kinds = set()
+    while core.has_work:
+        with traced() as trace:
+            kinds.add(core.step().stats.kind)
+        assert trace.waits == ["aclrtSynchronizeEvent"], "the one read of the step"
+        assert not HOST_PROCESSOR.intersection(trace.launches)
+    return kinds
 
 
 def requests(max_tokens: int = 12, vocab_size: int = 97, **asked: Any) -> list[Request]:

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.devices.npu.engines import HOST_PROCESSOR, engine
-from tests.devices.npu.null_device import traced
+from tests.devices.npu.engines import engine, waits_once_a_step
 from tests.devices.npu.recurrent import SHAPE, SIZES, requests
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.pairs import Pair
@@ -39,16 +38,7 @@ def test_tokens_of_other_families_are_the_cpu_engines(tmp_path: Path, shape: dic
 @pytest.mark.usefixtures("numerics")
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 def test_every_rule_holds_in_bfloat16_and_the_host_waits_once_a_step(pair: Pair, eager: bool) -> None:
-    core = engine(pair, enforce_eager=eager, **SIZES)
-    for request in requests():
-        core.add(request)
-    kinds = set()
-    while core.has_work:
-        with traced() as trace:
-            kinds.add(core.step().stats.kind)
-        assert trace.waits == ["aclrtSynchronizeEvent"], "the one read of the step"
-        assert not HOST_PROCESSOR.intersection(trace.launches)
-    assert "decode" in kinds
+    assert "decode" in waits_once_a_step(engine(pair, enforce_eager=eager, **SIZES), requests())
 
 
 @pytest.mark.usefixtures("in_float32")
